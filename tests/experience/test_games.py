@@ -87,3 +87,9 @@ def test_the_running_mean_begins_with_the_first_full_set_of_games() -> None:
     assert running_mean(games, 5).tolist() == [scores[:5].mean(), scores[1:].mean()]
     assert running_mean(games, 1).tolist() == scores.tolist()
     assert running_mean(games, 7).tolist() == []
+
+
+def test_large_returns_leave_no_errors_of_rounding_in_later_means() -> None:
+    scores = np.array([1e17, 1e9, 1, 2, 3, 4, 0.125, 0.25])
+    means = running_mean(Games(np.arange(8), scores, np.ones(8, int)), 2)
+    assert means[2:].tolist() == [1.5, 2.5, 3.5, 2.0625, 0.1875]

@@ -6,14 +6,14 @@ import json
 from datetime import datetime, timedelta
 from pathlib import Path
 from time import sleep
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 import pytest
 from PIL import Image
 from tiny_run import copied, latest, opened
 
-from wmcli.artifacts import Run
+from wmcli.artifacts import Artifact, Run
 from wmcli.artifacts.overview import seconds_of_work
 from wmcli.errors import ArtifactError, UsageError
 from wmcli.metrics import atari
@@ -41,11 +41,13 @@ def scored(
     episodes: int = 1,
     steps: int = 400,
     kind: str = "returns",
+    controller: Artifact | None = None,
     **block: Any,
 ) -> Path:
     """A run with one more evaluation, of this mean return."""
     run = Run.open(folder, create=True)
-    with run.job("evaluation", {"mean": mean, "kind": kind, "epoch": epoch}, {}).work() as work:
+    identity, inputs = {"mean": mean, "kind": kind, "epoch": epoch}, {"controller": controller} if controller else {}
+    with run.job("evaluation", identity, inputs).work() as work:
         (work.payload / "x").touch()
         work.publish(
             settings=settings or {},
@@ -99,6 +101,93 @@ def test_a_final_evaluation_stands_for_a_run_and_not_a_newer_one_on_the_way(
     scored(run, 5.0, kind="recall")
     assert read_scores([run], "returns", QUIET)[0].metrics["mean"] == 4.0
     assert warnings(capsys) == []
+
+
+class Made(NamedTuple):
+    """An evaluation."""
+
+    epoch: int | None
+    """Of `wm run`; None by hand."""
+    mean: float
+    of: int | None = None
+    """Epoch of its controller, if it is another."""
+    episodes: int = 2
+    kind: str = "returns"
+    epochs: int = 8
+    """`run.epochs` at that time."""
+
+
+ANEW = None  # a new line of controllers begins
+WAY = [Made(1, 0.5), Made(2, 0.75), Made(3, 0.25), Made(4, 0.5)]
+LAST = Made(4, 0.25, of=2, episodes=4)  # after which `run.patience` = 2 ends the run
+BY_HAND = Made(None, 0.9, of=3, episodes=4)
+GAMES = Made(4, 0.5, kind="training")
+PATIENCE: dict[str, tuple[list[str], list[Made | None], int, bool]] = {
+    # settings of the run, its evaluations, which one represents it, whether as its final one
+    "ended": ([], [*WAY, LAST], 5, True),
+    "ended behind fewer epochs": ([], [WAY[0], Made(2, 0.5, episodes=4, epochs=2), *WAY[1:], LAST], 6, True),
+    "ended with one by hand amid": ([], [*WAY[:3], BY_HAND, WAY[3], LAST], 6, True),
+    "ended and then one by hand": ([], [*WAY, LAST, BY_HAND], 6, True),
+    "ended and the last is one on the way": (["evaluation.episodes=2"], WAY, 2, True),
+    "the same with one by hand amid": (["evaluation.episodes=2"], [*WAY[:3], BY_HAND, WAY[3]], 2, True),
+    "stopped before the last": ([], WAY, 4, False),
+    "stopped before patience ended": ([], WAY[:3], 3, False),
+    "stopped without patience": (["run.patience=0"], WAY, 4, False),
+    "more epochs are as many": (["run.epochs=12"], [*WAY, LAST], 5, True),
+    "more patience": (["run.patience=4"], [*WAY, LAST], 5, False),
+    "more patience and stopped": (["run.patience=4"], [*WAY, LAST, Made(5, 0.25)], 6, False),
+    "more patience and ended": (["run.patience=3"], [*WAY, LAST, Made(5, 0.25)], 5, True),
+    "patience no more": (["run.patience=0"], [*WAY, LAST, Made(5, 0.1), Made(8, 0.5, episodes=4)], 7, True),
+    "patience later": ([], [*WAY, Made(5, 0.1), Made(8, 0.5, episodes=4), LAST], 7, True),
+    "trained anew and stopped": ([], [*WAY, LAST, ANEW, Made(1, 0.5), Made(2, 0.1)], 7, False),
+    "trained anew and ended": (
+        [],
+        [*WAY, LAST, ANEW, Made(1, 0.75), Made(2, 0.5), Made(3, 0.5), Made(3, 0.1, of=1, episodes=4)],
+        9,
+        True,
+    ),
+    "a measure": ([], [*WAY, GAMES, LAST], 5, True),
+    "a measure behind fewer epochs": ([], [Made(2, 0.5, kind="training", epochs=2), *WAY, GAMES, LAST], 6, True),
+    "a measure and more patience": (["run.patience=4"], [*WAY, GAMES, LAST], 5, False),
+}
+
+
+@pytest.mark.parametrize("case", PATIENCE)
+def test_the_last_evaluation_of_a_run_that_patience_ended_is_final(
+    case: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    overrides, evaluations, chosen, is_final = PATIENCE[case]
+    plan = [
+        "run.epochs=8",
+        "run.evaluate_every=1",
+        "run.evaluate_episodes=2",
+        "run.patience=2",
+        "evaluation.episodes=4",
+    ]
+    run, line = Run.open(tmp_path / "run", create=True), list[Artifact]()
+    for number, made in enumerate(evaluations):
+        if made is ANEW:
+            line = []
+            continue
+        of = made.of or made.epoch or 0
+        while len(line) < of:
+            parent = {"parent": line[-1]} if line else {}
+            with run.job("controller", {"number": number, "epoch": len(line) + 1}, parent).work() as work:
+                about: dict[str, Any] = {"settings": {}, "metrics": {}, "environment": None, "machine": {}}
+                line.append(work.publish(**about, extra={"epoch": len(line) + 1}))
+        scored(
+            run.path,
+            made.mean,
+            settings={"run": {"epochs": made.epochs}},
+            epoch=made.epoch,
+            episodes=made.episodes,
+            kind=made.kind,
+            controller=line[of - 1],
+        )
+    run.bind("quickstart", resolve("quickstart", [*plan, *overrides]).plain())
+    protocol = "training" if GAMES in evaluations else "returns"
+    found = read_scores([run.path], protocol, QUIET)[0].evaluation
+    assert (found.version, warnings(capsys) == []) == (chosen, is_final)
 
 
 def test_a_damaged_evaluation_matters_only_where_it_is_the_newest(tmp_path: Path) -> None:

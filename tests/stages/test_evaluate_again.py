@@ -15,6 +15,8 @@ from tiny_run import TRAINING, Killed, copied, kill_at, opened
 from wrong_steps import UNSEEDED
 
 from wmcli.artifacts import Run
+from wmcli.artifacts.manifest import render
+from wmcli.config import digest
 from wmcli.controllers.agent import UniformAgent
 from wmcli.envs import EnvironmentSettings, Streams
 from wmcli.errors import ArtifactError, Stopped, UsageError
@@ -105,6 +107,48 @@ def test_a_damaged_old_evaluation_is_passed_over(run: Path) -> None:
     evaluate(opened(run), episodes=2)
     (run / "evaluation" / "v0001" / "manifest.json").write_text("damaged")
     assert evaluate(opened(run), episodes=3).version == 3
+
+
+# -- under other settings ---------------------------------------------------------------------------------------------
+
+MEASURED = 'evaluation.measures=["training"]'
+
+
+@pytest.mark.parametrize("unrelated", [MEASURED, "evaluation.probe_updates=7", "evaluation.episodes=9"])
+def test_settings_that_do_not_touch_the_returns_play_nothing_again(run: Path, unrelated: str) -> None:
+    context = opened(run, unrelated)
+    assert (evaluate(context, episodes=5).version, context.worked) == (1, 0)
+
+
+@pytest.mark.parametrize("related", ["evaluation.temperature=0.25", "evaluation.environments=3", "seed=5"])
+def test_settings_that_change_the_returns_play_again(run: Path, related: str) -> None:
+    context = opened(run, related)
+    assert (evaluate(context, episodes=5).version, context.worked) == (2, 1)
+
+
+@pytest.mark.parametrize("schema", [1, 2])
+@pytest.mark.parametrize("then", [[], [MEASURED, "evaluation.probe_updates=7"]])
+def test_evaluations_that_these_settings_identified_are_recognized(run: Path, schema: int, then: list[str]) -> None:
+    shutil.rmtree(run / "evaluation")
+    evaluate(opened(run, *then))
+    settings = opened(run, *then).settings
+    identity = settings.identity("seed", "environment", "evaluation") | {"episodes": 5, "protocol": "returns"}
+    identity |= settings.acting_identity()
+    as_then(run, {1: identity.earlier[-1], 2: identity.values}[schema])
+    for now in ([], [MEASURED], then):
+        context = opened(run, *now)
+        assert (evaluate(context).version, context.worked) == (1, 0), now
+    assert evaluate(opened(run, *then, "evaluation.temperature=0.25")).version == 2
+
+
+def as_then(run: Path, identity: dict[str, object]) -> None:
+    """Give the first evaluation the job that an earlier version gave it."""
+    evaluation = Run.open(run, create=False).get("evaluation", 1)
+    inputs = {"controller": evaluation.inputs["controller"].digest}
+    body = {key: value for key, value in evaluation.manifest.items() if key != "digest"}
+    body["job"] = digest({"kind": "evaluation", "identity": identity, "inputs": inputs})
+    assert body["job"] != evaluation.manifest["job"]
+    (evaluation.path / "manifest.json").write_bytes(render(body | {"digest": digest(body)}))
 
 
 # -- several controllers ----------------------------------------------------------------------------------------------

@@ -27,6 +27,7 @@ from wmcli.stages.imagine import imagine
 from wmcli.stages.loop import run_loop
 from wmcli.stages.opening import open_context
 from wmcli.stages.play import play
+from wmcli.stages.scores import read_scores
 from wmcli.stages.tokenizer import train_tokenizer
 from wmcli.trainers import dynamics as dynamics_trainer
 from wmcli.trainers import imagination as imagination_trainer
@@ -405,6 +406,16 @@ def test_settings_without_effect_on_results_may_change(finished: Path) -> None:
     assert Run.open(finished, create=False).bound()["settings"]["training"]["log_every"] == 3
 
 
+def test_another_measure_of_a_finished_run_is_all_that_is_done(finished: Path) -> None:
+    """The controllers that were scored on the way are pruned."""
+    before = results(finished)
+    assert run_loop(bound(finished, 'evaluation.measures=["training"]')).name == "evaluation@2"
+    run = Run.open(finished, create=False)
+    assert run.versions("evaluation") == [1, 2, 3] and run.get("evaluation", 3).metrics["protocol"] == "training"
+    assert results(finished)["content"] == before["content"]
+    assert run_loop(bound(finished)).name == "evaluation@2" and run.versions("evaluation") == [1, 2, 3]
+
+
 def test_models_trained_by_hand_are_no_reason_to_refuse(tmp_path: Path) -> None:
     collect(opened(tmp_path / "run", *LOOP, "run.epochs=1", new=True))
     train_tokenizer(opened(tmp_path / "run", "tokenizer.updates=1"))
@@ -523,6 +534,8 @@ def test_patience_ends_the_run_and_scores_the_best_controller(
     run = Run.open(tmp_path / "run", create=False)
     assert last.metrics["episodes"] == 3 and last.metrics["mean"] == 0.125
     said = capsys.readouterr().err
+    assert read_scores([run.path], "returns", Progress())[0].evaluation.digest == last.digest
+    assert capsys.readouterr().err == ""
     if ends_after is None:
         assert "run: ends after" not in said and len(run.versions("controller")) == 6
         assert last.inputs["controller"].version == 6 and f"controller@{best} scored better" in said

@@ -135,6 +135,22 @@ def seen_rows(patch: pytest.MonkeyPatch) -> list[tuple[np.ndarray, int]]:
     return seen
 
 
+@pytest.mark.slow
+def test_training_games_are_those_played_behind_the_data(
+    folder: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    measures = 'evaluation.measures=["generation", "training"]'
+    short = [*LOOP, *MIXED, "run.epochs=1", "collect.steps=60", "controller.updates=1", "evaluation.episodes=1"]
+    context = open_context(tmp_path / "run", None, [*short, measures], create=True)
+    loop.run_loop(context, Importing(str(folder), held_out=2))
+    assert "measure generation by: left out" in capsys.readouterr().err
+    run = Run.open(tmp_path / "run", create=False)
+    protocols = {each.metrics["protocol"]: each.metrics for each in run.artifacts("evaluation")}
+    assert protocols.keys() == {"held-out", "training", "returns"}
+    last = run.get("experience", 1).metrics["steps"] + 42
+    assert protocols["training"]["games"] == 6 and protocols["training"]["curve"][-1][0] == last
+
+
 def test_a_mixed_run_trains_on_both(folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     seen = seen_rows(monkeypatch)
     evaluation = runs(tmp_path / "run", folder, *MIXED, "dynamics.updates=20")
@@ -292,11 +308,14 @@ def test_nothing_collects_in_data(folder: Path, tmp_path: Path) -> None:
 
 
 def test_measures_that_do_not_apply_are_named_once(folder: Path, tmp_path: Path, capsys: pytest.CaptureFixture) -> None:
-    sets = [word for text in [*LOOP, 'evaluation.measures=["generation"]'] for word in ("--set", text)]
+    sets = [word for text in [*LOOP, 'evaluation.measures=["generation", "training"]'] for word in ("--set", text)]
     assert command(["run", "--data", str(folder), "--run", str(tmp_path / "run"), *sets]) == 0
     lines = capsys.readouterr().err
-    for line in ("measure generation by: left out", "dreams are not measured", "returns are not measured"):
+    for line in ("measure generation, training by: left out", "dreams are not measured", "returns are not measured"):
         assert lines.count(line) == 1
+    assert command(["eval", "--run", str(tmp_path / "run"), "--protocol", "training"]) == 2
+    line = "wm eval: --protocol training: nobody can play data/made, so the run has no games.\n"
+    assert capsys.readouterr().err == line
     assert not Run.open(tmp_path / "run", create=False).versions("evaluation")
     assert sha256(latest(tmp_path / "run", "controller"))
 

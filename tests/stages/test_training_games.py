@@ -17,9 +17,11 @@ from wmcli.cli import main
 from wmcli.errors import UsageError
 from wmcli.experience import read_segment
 from wmcli.experience.load import SEGMENT
+from wmcli.settings import resolve
 from wmcli.stages.collect import collect
+from wmcli.stages.measures import check_measures
 from wmcli.stages.opening import open_context
-from wmcli.stages.training_games import GAMES, evaluate_training
+from wmcli.stages.training_games import GAMES, TRAINING, evaluate_training
 
 LENGTH = 7  # steps of every game of Catch
 SEGMENTS = (45, 9, 66)  # steps of three environments, none a multiple of their games'
@@ -85,6 +87,37 @@ def test_what_has_no_such_games_says_so(runs: list[Path], tmp_path: Path) -> Non
     collect(context)
     with pytest.raises(UsageError, match="collect.policy = scripted: no controller plays"):
         evaluate_training(context)
+
+
+def test_games_of_a_script_are_not_the_run_s_own(tmp_path: Path) -> None:
+    task = ["environment.id=wm/DistractingMemory-20-v0", "environment.size=40", "environment.count=2"]
+    task += ["tokenizer.downsamples=3"]
+    script = ["collect.policy=scripted", "collect.episodes=3", "collect.validation=1", "collect.test=1"]
+    run = tmp_path / "run"
+    collect(open_context(run, "quickstart", task, create=True, quiet=True), steps=200)
+    played = evaluate_training(opened(run), episodes=1)
+    assert collect(opened(run, *script)).metrics["train"] == 3
+    behind = evaluate_training(opened(run), episodes=1)
+    assert games_of(behind) == games_of(played) and len(games_of(played)) == 4
+    assert behind.metrics["total_steps"] == 350
+    collect(open_context(tmp_path / "script", "quickstart", [*task, *script], create=True, quiet=True))
+    with pytest.raises(UsageError, match="last 5 games, and 0 have ended in experience@1"):
+        evaluate_training(opened(tmp_path / "script", "collect.policy=learned"))
+
+
+@pytest.mark.parametrize("protocol", ["rem", "drama", "unizero", "unizero-sticky"])
+def test_sums_of_clipped_rewards_are_no_scores(protocol: str) -> None:
+    """They are clipped before they are stored."""
+    atari = ["environment.id=Pong", f"environment.protocol={protocol}"]
+    settings = resolve("quickstart", [*atari, 'evaluation.measures=["training"]'])
+    if not protocol.startswith("unizero"):
+        TRAINING.check(settings)
+        check_measures(settings)
+        return
+    with pytest.raises(UsageError, match=f"--protocol training: sums .* environment.protocol = {protocol} clips them"):
+        TRAINING.check(settings)
+    with pytest.raises(UsageError, match=r"holds training, which sums .* set evaluation.measures=\[\]\."):
+        check_measures(settings)
 
 
 def test_runs_are_compared_by_it(runs: list[Path], tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

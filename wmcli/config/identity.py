@@ -75,6 +75,15 @@ class Identity:
         sections = dict.fromkeys((*self.sections, *other.sections))
         return Identity(self.values | other.values, [mine | theirs for mine, theirs in pairs], sections)
 
+    def instead_of(self, *former: Identity) -> Identity:
+        """Return this identity, which recognizes the artifacts of `former` ones as well.
+
+        They are those by which earlier versions identified the job although its result does not depend on all of their
+        values. The identity that is returned takes no more values.
+        """
+        recognized = [values for each in former for values in (each.values, *each.earlier)]
+        return Identity(self.values, [*self.earlier, *recognized], self.sections)
+
     def revised(self, revision: int) -> Identity:
         """Return the identity under a revision of the stage, see `wmcli.artifacts.job.REVISIONS`.
 

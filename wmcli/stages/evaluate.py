@@ -16,6 +16,7 @@ from wmcli.artifacts.files import disk_errors
 from wmcli.artifacts.manifest import shown
 from wmcli.artifacts.store import BEST
 from wmcli.assemble import load_controller, settings_of
+from wmcli.config import Identity
 from wmcli.controllers.agent import Agent, UniformAgent
 from wmcli.controllers.base import Actor
 from wmcli.envs.grid_world import ENDLESS
@@ -36,6 +37,8 @@ from wmcli.world_models.base import WorldModel
 PROTOCOL = "returns"
 COLUMNS = ("name", "score", "stderr", "human_normalized", "runs", "episodes", "lowest", "highest", "caveat")
 IMAGINED_FRAMES = 32  # at most, beside the real ones
+UNRELATED = ("measures", "probe_updates", "episodes")
+"""Settings of evaluation that returns do not depend on: other protocols, and the default of the number of episodes."""
 
 
 def evaluate(context: Context, *, controller: str | None = None, episodes: int | None = None) -> Artifact:
@@ -66,9 +69,7 @@ def evaluate(context: Context, *, controller: str | None = None, episodes: int |
         raise UsageError(
             f"--episodes {episodes}: at most {MAX_EPISODES:,} make one evaluation; run several with --seed."
         )
-    identity = settings.identity("seed", "environment", "evaluation") | {"episodes": episodes, "protocol": PROTOCOL}
-    identity |= settings.acting_identity()
-    job = run.job("evaluation", identity, {"controller": actor})
+    job = run.job("evaluation", _identity(context, actor, episodes), {"controller": actor})
     if existing := context.done(job):
         with suppress(MachineError):  # the run may be read-only
             _point_best(run)
@@ -112,6 +113,25 @@ def evaluate(context: Context, *, controller: str | None = None, episodes: int |
     _point_best(run)
     context.progress.say(summary(artifact))
     return artifact
+
+
+def _identity(context: Context, actor: Artifact, episodes: int) -> Identity:
+    """Return what the returns depend on.
+
+    Earlier versions took all of the section `evaluation`. What they published is found by the values of `UNRELATED` in
+    this command and in the controller's evaluations.
+    """
+    settings = context.settings
+    played = Identity({"episodes": episodes, "protocol": PROTOCOL}) | settings.acting_identity()
+    own = Identity.of_part("evaluation", settings.evaluation, without=UNRELATED)
+    scores = (each for each in context.run.artifacts("evaluation") if each.metrics["protocol"] == PROTOCOL)
+    made = [settings_of(each).evaluation for each in scores if each.inputs["controller"].digest == actor.digest]
+    former = []
+    for then in dict.fromkeys((settings.evaluation, *made)):
+        section = settings.evaluation.model_copy(update={key: getattr(then, key) for key in UNRELATED})
+        before = settings.model_copy(update={"evaluation": section})
+        former.append(before.identity("seed", "environment", "evaluation") | played)
+    return (settings.identity("seed", "environment") | own | played).instead_of(*former)
 
 
 def _play(context: Context, work: Work, agent: Actor, episodes: int, name: str) -> PlayedEpisodes:

@@ -39,6 +39,7 @@ from wmcli.stages.imported import Importing, import_experience
 from wmcli.stages.measures import check_measures, measures_of
 from wmcli.stages.protocols import PROTOCOLS
 from wmcli.stages.tokenizer import train_tokenizer
+from wmcli.stages.training_games import TRAINING
 
 MODELS = ("tokenizer", "dynamics", "controller")
 COLLECT, TOKENIZER, DYNAMICS, IMAGINE = "collect", "train-tokenizer", "train-dynamics", "imagine"
@@ -141,7 +142,8 @@ def _walk(
             bar.advance()
             if any(ranks.agree(inside.worked > before)) or epoch == plan.epochs:
                 own = ranks.first(partial(_prune, inside, own, plan.keep))
-            if epoch < plan.epochs and (best := _stalled(on_the_way, plan.patience)) is not None:
+            if epoch < plan.epochs and (peak := stalled(on_the_way, plan.patience)) is not None:
+                best = peak.input("controller")
                 context.progress.say(
                     f"run: ends after epoch {epoch} of {plan.epochs}: none of the last {plan.patience} evaluations"
                     f" exceeds that of controller@{best.version}"
@@ -153,8 +155,8 @@ def _walk(
     return newest, scores
 
 
-def _stalled(evaluations: list[Artifact], patience: int) -> Artifact | None:
-    """Return the best controller of some evaluations, the newest of equals, if none of the last `patience` is better.
+def stalled(evaluations: Sequence[Artifact], patience: int) -> Artifact | None:
+    """Return the best of some evaluations, the newest of equals, if none of the last `patience` is better.
 
     None if one is.
     """
@@ -163,12 +165,17 @@ def _stalled(evaluations: list[Artifact], patience: int) -> Artifact | None:
     means = [evaluation.metrics["mean"] for evaluation in evaluations]
     if len(means) - 1 - means.index(max(means)) < patience:
         return None
-    return next(each for each in reversed(evaluations) if each.metrics["mean"] == max(means)).input("controller")
+    return next(each for each in reversed(evaluations) if each.metrics["mean"] == max(means))
 
 
 def _collects(settings: Settings) -> bool:
     """Return whether an epoch collects."""
     return COLLECT in due(settings, 1)
+
+
+def _measures_of_play(settings: Settings) -> list[str]:
+    """Return the measures of the settings that apply behind imported data: of what the epochs collect."""
+    return [each for each in measures_of(settings) if each == TRAINING.name and _collects(settings)]
 
 
 def _start(context: Context) -> Artifact | None:
@@ -198,7 +205,7 @@ def _describe(context: Context, start: Artifact) -> None:
         )
     if is_recorded(settings.environment.id) and settings.controller.acts:
         progress.say(f"run: nobody can play {settings.environment.id}, so the controller's returns are not measured")
-    if named := measures_of(settings):
+    if named := [each for each in measures_of(settings) if each not in _measures_of_play(settings)]:
         progress.say(f"run: imported data have no states to measure {', '.join(named)} by: left out")
 
 
@@ -373,7 +380,8 @@ def run_epoch(context: Context, beside: Collector, newest: dict[str, Artifact]) 
 
 
 def _measure(context: Context, newest: dict[str, Artifact]) -> Iterator[Artifact]:
-    """Yield each measure of the newest dynamics model: those that the settings name, or on imported data dreams."""
+    """Yield each measure of the newest models: those that the settings name; behind imported data dreams, and those of
+    play."""
     yield from ranks.first(lambda: list(_measured(context, newest)))
 
 
@@ -381,7 +389,8 @@ def _measured(context: Context, newest: dict[str, Artifact]) -> Iterator[Artifac
     start = _start(context)
     measures: Sequence[str] = measures_of(context.settings)
     if start is not None and is_imported(start):
-        measures = [HELD_OUT.name] if find_held_out(newest["experience"], "test") is not None else []
+        held_out = [HELD_OUT.name] if find_held_out(newest["experience"], "test") is not None else []
+        measures = [*held_out, *_measures_of_play(context.settings)]
     for measure in measures:
         needs = PROTOCOLS[measure].needs
         try:

@@ -15,17 +15,20 @@ from collections.abc import Iterator
 import numpy as np
 
 from wmcli.artifacts import Artifact
-from wmcli.artifacts.environment import check_same_environment
+from wmcli.artifacts.environment import check_same_environment, is_recorded
+from wmcli.envs.atari import PROTOCOLS as ATARI
 from wmcli.envs.grid_world import ENDLESS
 from wmcli.errors import UsageError
 from wmcli.experience import read_segment
 from wmcli.experience.games import COLUMNS, Games, finished_games, running_mean
 from wmcli.experience.load import SEGMENT, lives_end_episodes
+from wmcli.experience.segment import IMPORTED
 from wmcli.metrics import atari
 from wmcli.report.plots import returns_over, write_figure
 from wmcli.settings import Settings
 from wmcli.stages.context import Context
 from wmcli.stages.evaluate import score, table
+from wmcli.stages.player import STREAMS
 from wmcli.stages.protocol import Protocol
 
 NAME = "training"
@@ -96,14 +99,20 @@ def evaluate_training(context: Context, *, experience: str | None = None, episod
 
 
 def _segments(context: Context, newest: Artifact) -> Iterator[dict[str, np.ndarray]]:
-    """Yield the columns of games of all segments up to `newest`, oldest first."""
+    """Yield the columns of games of all segments up to `newest`, oldest first.
+
+    In those of others, imported or by a script, no environment stands that the run could go on in. They are `IMPORTED`.
+    """
     chain = [newest]
     while "previous" in chain[-1].inputs:
         chain.append(chain[-1].input("previous"))
     with context.progress.bar("read games", len(chain), "segments") as bar:
         for segment in reversed(chain):
             segment.verify()
-            yield read_segment(segment.path / SEGMENT, *COLUMNS, frames=False)
+            columns = read_segment(segment.path / SEGMENT, *COLUMNS, frames=False)
+            if not (segment.path / STREAMS).exists():
+                columns["stream"] = np.full_like(columns["stream"], IMPORTED)
+            yield columns
             bar.advance()
 
 
@@ -120,9 +129,13 @@ def _as_csv(games: Games) -> str:
 
 def unfit(settings: Settings) -> str | None:
     """Return why a run has no training games, or None if it has some."""
-    name = settings.environment.id
+    name, protocol = settings.environment.id, settings.environment.protocol
     if name in ENDLESS:
         return f"episodes of {name} never end, so they have no return: use --protocol gridworld"
+    if is_recorded(name):
+        return f"nobody can play {name}, so the run has no games"
+    if protocol in ATARI and ATARI[protocol].train.clip_reward:
+        return f"sums stored rewards, and environment.protocol = {protocol} clips them: use --protocol returns"
     if settings.collect.policy != "learned":
         return f"collect.policy = {settings.collect.policy}: no controller plays while the run trains"
     return None
