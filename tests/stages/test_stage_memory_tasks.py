@@ -16,7 +16,7 @@ from PIL import Image
 from tiny_run import TINY_S4WM, Killed, copied, kill_at, latest, sha256, with_kinds
 
 from wmcli.artifacts import Artifact, Run
-from wmcli.assemble import load_world_model
+from wmcli.assemble import build_world_model, load_world_model
 from wmcli.config import preset_names
 from wmcli.envs import EnvironmentSettings, Streams, tiles
 from wmcli.envs.memory_task import Task, play
@@ -40,6 +40,7 @@ from wmcli.stages.loop import run_loop
 from wmcli.stages.measures import check_measures, measures_of
 from wmcli.stages.memory_table import table
 from wmcli.stages.opening import open_context
+from wmcli.trainers.batches import build_segment_sampler
 from wmcli.trainers.best_weights import BestWeights
 from wmcli.trainers.dynamics import world_model_update
 from wmcli.training.checkpoint import TRAINING, WEIGHTS, load_tensors
@@ -131,6 +132,54 @@ def test_more_episodes_are_others_and_the_same_are_not_played_again(tmp_path: Pa
     assert not torch.equal(*frames.chunk(2))
     with pytest.raises(ArtifactError, match="no validation episodes"):
         train_dynamics(opened(run))
+
+
+@pytest.mark.parametrize(
+    "overrides",
+    [
+        ["dynamics.rows=episodes"],
+        ["dynamics.rows=streams", "dynamics.sequence_length=17"],
+        ["dynamics.rows=windows", "dynamics.sequence_length=episode"],
+        ["dynamics.rows=windows", "dynamics.sequence_length=17", "dynamics.batch=4"],
+        ["dynamics.rows=windows", "dynamics.sequence_length=17", "dynamics.across_ends=true"],
+    ],
+    ids=["episodes", "streams", "windows as long as an episode", "windows", "windows across ends"],
+)
+def test_epochs_learn_so_often_from_each_frame(memory_run: Path, overrides: list[str]) -> None:
+    """Counted in the batches themselves, in which padding teaches nothing."""
+    context = opened(memory_run, *overrides, "dynamics.context=3", "dynamics.updates=20 epochs")
+    settings, replay = context.settings, context.experience(latest(memory_run, "experience"))
+    model = build_world_model(settings, None, context.spaces)
+    sampler = build_segment_sampler(settings.training, replay, model, np.random.default_rng(0))
+    times = np.zeros(len(replay))
+    for _ in range(settings.dynamics.updates):
+        windows = sampler.batch(settings.dynamics.batch)
+        np.add.at(times, windows.rows[windows.valid], 1)
+    assert times.mean() == pytest.approx(20, rel=0.01)
+
+
+def test_epochs_of_few_episodes_are_an_update_at_least(memory_run: Path) -> None:
+    few = ["collect.episodes=1", "dynamics.batch=8", "dynamics.updates=1 epoch"]
+    assert opened(memory_run, *few).settings.dynamics.updates == 1
+
+
+@pytest.mark.slow
+def test_other_experience_than_is_collected_tells_how_often_it_is_learned_from(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """5 updates of 2 episodes each: 10 / 6 times from each frame, and 10 / 12 once there are twice as many."""
+    learn = ["dynamics.validate_every=0", "dynamics.updates=5"]
+    run = begun(tmp_path / "run", "collect.validation=0", "collect.test=0", *learn)
+    train_dynamics(opened(run))
+    assert "times from each" not in capsys.readouterr().err
+    collect(opened(run))
+    train_dynamics(opened(run))
+    (line,) = [each for each in capsys.readouterr().err.splitlines() if "times from each" in each]
+    assert "dynamics.updates = 5 learn 0.833 times from each of the 600 frames of experience@2" in line
+    assert "1.67 times" in line and "collect.episodes = 6" in line and line.endswith("dynamics.updates=10")
+    few = opened(tmp_path / "few", *learn, "collect.episodes=3", new=True)
+    train_dynamics(few, experience=str(run / "experience" / "v0001"))
+    assert "set dynamics.updates=10" in capsys.readouterr().err  # of 6 episodes
 
 
 @pytest.mark.slow

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -17,6 +18,7 @@ from wmcli.experience import Replay
 from wmcli.settings import Settings, resolve
 from wmcli.spaces import Spaces
 from wmcli.trainers import DynamicsTrainer, ImaginationTrainer, ReanalysisTrainer, TokenizerTrainer
+from wmcli.trainers.batches import build_segment_sampler, frames_per_row
 from wmcli.training.device import Machine, isolated_randomness
 from wmcli.training.loop import Trainer, fit
 from wmcli.world_models.base import Batch
@@ -230,3 +232,33 @@ def test_curiosity_rewards_the_disagreement_of_the_ensemble(name: str) -> None:
     with isolated_randomness(5, CPU.device) as rng, pytest.raises(UsageError, match="was trained without an ensemble"):
         model = trainer_of(name, "controller", rng).world_model  # type: ignore[attr-defined]
         build_controller(settings_of(name, *curious), model)
+
+
+@pytest.mark.parametrize(
+    ("rows", "history", "across_ends"),
+    [
+        *(("windows", history, across_ends) for history in (0, 3) for across_ends in (False, True)),
+        ("streams", 0, False),
+        ("episodes", 0, False),
+    ],
+)
+def test_frames_of_a_row_are_those_of_the_batches(rows: str, history: int, across_ends: bool) -> None:
+    """Episodes of several lengths, one of a single frame, counted in a round of batches."""
+    lengths = [12, 1, 5, 9, 30, 2]
+    first = np.zeros(sum(lengths), bool)
+    first[np.cumsum([0, *lengths[:-1]])] = True
+    zeros = np.zeros(len(first), np.float32)
+    replay = Replay("cpu")
+    replay.extend(
+        {"observation": zeros[:, None], "action": zeros.astype(np.int64), "reward": zeros, "first": first}
+        | dict.fromkeys(("terminated", "truncated"), first & False)
+        | {"lives": np.full(len(first), -1, np.int16), "stream": np.zeros(len(first), np.int16)}
+    )
+    segment = history + (40 if rows == "episodes" else 6)
+    model: Any = SimpleNamespace(rows=rows, across_ends=across_ends, segment=segment, history=history, min_segment=2)
+    training = resolve("quickstart", ["training.sampling=windows"]).training
+    sampler = build_segment_sampler(training, replay, model, np.random.default_rng(0))
+    windows = sampler.batch(getattr(sampler, "windows", 7))
+    learned = windows.valid[:, history:].sum(1).mean()
+    assert frames_per_row(model, replay.runs(across_ends)[0].length) == pytest.approx(learned)
+    assert frames_per_row(model, np.array([], np.int64)) == 0

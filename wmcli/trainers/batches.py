@@ -141,6 +141,30 @@ def build_segment_sampler(
     )
 
 
+def frames_per_row(world_model: WorldModel, lengths: np.ndarray) -> float:
+    """Return the mean number of frames that a row of a batch learns from, where windows are sampled uniformly.
+
+    Args:
+        world_model: Determines the rows.
+        lengths: Frames of each run that rows are taken from, see `Replay.runs`. (E,)
+
+    Returns:
+        Frames without padding and `history`; 0 where every run is too short for a row.
+    """
+    own = world_model.segment - world_model.history
+    if world_model.rows == "streams":
+        return own if len(lengths) else 0.0
+    if world_model.rows == "episodes":
+        whole = lengths[lengths >= world_model.min_segment]
+        return float(whole.mean()) if len(whole) else 0.0
+    minimum = own if world_model.across_ends else world_model.min_segment
+    lengths = lengths[lengths >= minimum]
+    full = np.maximum(lengths - own + 1, 0)  # windows without padding; the others have `minimum` to `longest` frames
+    longest = np.minimum(lengths, own - 1)
+    padded = (longest + minimum) * (longest - minimum + 1) // 2  # frames of these
+    return float((full * own + padded).sum() / (lengths - minimum + 1).sum()) if len(lengths) else 0.0
+
+
 def check_episode_fits(longest: int, length: int) -> None:
     """Check that a row of `length` frames holds the `longest` episode.
 
