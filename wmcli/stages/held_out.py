@@ -164,7 +164,7 @@ def _measure(
     scores: dict[str, Any] = {"errors": {}, "curves": {}, "reward": None}
     for name, error in errors.items():
         scores["errors"][name] = estimate(_over_episodes(error, known, windows.episode))
-        scores["curves"][name] = curve(error, known)
+        scores["curves"][name] = curve(*_steps_of_episodes(error, known, windows.episode))
     if imagined is not None:
         constant = real[taken].mean()
         scores["reward"] = {
@@ -218,6 +218,15 @@ def _over_episodes(error: np.ndarray, counts: np.ndarray, episode: np.ndarray) -
     return np.where(number > 0, total / np.maximum(number, 1), np.nan)
 
 
+def _steps_of_episodes(error: np.ndarray, counts: np.ndarray, episode: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+    """Return each episode's mean error (E, H) at each step over its windows that count there, and where any does."""
+    shape = (episode.max() + 1, error.shape[1])
+    total, number = np.zeros(shape), np.zeros(shape)
+    np.add.at(total, episode, np.where(counts, error, 0))
+    np.add.at(number, episode, counts)
+    return total / np.maximum(number, 1), number > 0
+
+
 def _draw(
     context: Context,
     world_model: WorldModel,
@@ -228,9 +237,10 @@ def _draw(
 ) -> None:
     """Write a film of the windows with the most frames, and the errors over the imagined steps."""
     length = windows.known.sum(1)
-    chosen = np.sort(np.argsort(-length, kind="stable")[:EPISODES])
-    rows = windows.rows[chosen, : length[chosen].min()]
-    if rows.shape[1] > windows.context:
+    longest = np.argsort(-length, kind="stable")[:EPISODES]
+    chosen = np.sort(longest[length[longest] > windows.context])
+    if len(chosen):
+        rows = windows.rows[chosen, : length[chosen].min()]
         frames, action = (take_rows(column, rows, replay.device) for column in (replay.observation, replay.action))
         write_side_by_side(work.payload, beside(world_model, frames, action, windows.context))
     title = context.settings.environment.id
