@@ -17,6 +17,7 @@ from tiny_run import TINY_S4WM, Killed, copied, kill_at, latest, sha256, with_ki
 
 from wmcli.artifacts import Artifact, Run
 from wmcli.assemble import build_world_model, load_world_model
+from wmcli.cli.main import run as command
 from wmcli.config import preset_names
 from wmcli.envs import EnvironmentSettings, Streams, tiles
 from wmcli.envs.memory_task import Task, play
@@ -349,6 +350,23 @@ def test_generation_is_the_error_of_imagined_frames_and_reconstruction_of_seen_o
     assert len(found["curve"]["generation"]["mean"]) == 11
     assert np.mean(found["curve"]["generation"]["mean"]) == pytest.approx(found["generation"]["value"])
     assert found["reconstruction"]["value"] != found["generation"]["value"]
+
+
+@pytest.mark.slow
+def test_a_rerun_over_fewer_episodes_is_compared_with_warnings(
+    memory_run: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    runs = [copied(memory_run, tmp_path / name) for name in ("one", "two")]
+    for run, episodes in zip(runs, (5, 2), strict=True):
+        stage.evaluate_memory(opened(run, f"evaluation.episodes={episodes}"), "generation")
+    capsys.readouterr()
+    assert command(["compare", *map(str, runs), "--protocol", "generation", "--json"]) == 0
+    printed = capsys.readouterr()
+    assert json.loads(printed.out)["rows"][0]["runs"] == 2
+    assert printed.err.splitlines() == [
+        f"warning: episodes differ: 5 ({runs[0]}), 2 ({runs[1]})",
+        f"warning: {runs[0]}, {runs[1]} have the same settings and the same seed, so they are no independent samples.",
+    ]
 
 
 def test_frames_seen_are_not_imagined(memory_run: Path) -> None:

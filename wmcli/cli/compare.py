@@ -221,6 +221,11 @@ def compare(
         more = f" and {len(found.missing) - 5} more" if len(found.missing) > 5 else ""
         progress.warn(f"{len(found.missing)} runs have no evaluation of --protocol {protocol} yet: {shown}{more}")
     if choice.needs == "dynamics":
+        if choice.pools:
+            from wmcli.stages.scores import differences_of_models
+
+            for line in differences_of_models(found.scores, choice.pools):
+                progress.warn(line)
         rows = choice.table([score.evaluation for score in found.scores])
         if as_json:
             emit_json(describe_comparison(protocol, found.scores, (), rows, {}))

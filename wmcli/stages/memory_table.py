@@ -90,6 +90,8 @@ class ModelRuns(NamedTuple):
     """The settings in which it differs from others of that name."""
     metrics: list[dict[str, Any]]
     """Of each run."""
+    places: list[int]
+    """Of these runs among the evaluations."""
 
 
 Curve = tuple[Sequence[int], Sequence[Sequence[float | None]]]
@@ -151,7 +153,7 @@ def table(evaluations: Sequence[Artifact]) -> list[dict[str, Any]]:
     Accuracies are in %. Models of one name show the settings in which they differ.
     """
     rows = []
-    for environment, model, note, runs in _rows(evaluations):
+    for environment, model, note, runs, _ in _rows(evaluations):
         cells = _cells(runs)
         paper = PAPER.get((runs[0]["protocol"], environment), {}).get(model, ())
         rows.append(
@@ -163,6 +165,11 @@ def table(evaluations: Sequence[Artifact]) -> list[dict[str, Any]]:
         )
     order = [column for row in sorted(rows, key=lambda row: "with" not in row) for column in row]
     return [{column: row.get(column, "-") for column in dict.fromkeys(order)} for row in rows]
+
+
+def pools(evaluations: Sequence[Artifact]) -> list[list[int]]:
+    """Return the places of the evaluations in each row of the table."""
+    return [row.places for row in _rows(evaluations)]
 
 
 def model_names(evaluations: Sequence[Artifact]) -> list[str]:
@@ -225,8 +232,8 @@ def _over_runs(bands: np.ndarray) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
 
 def _rows(evaluations: Sequence[Artifact]) -> list[ModelRuns]:
     """Group runs that differ in their seeds only, sorted by task and model."""
-    groups: dict[tuple[Any, ...], tuple[dict[str, Any], list[dict[str, Any]]]] = {}
-    for each in evaluations:
+    groups: dict[tuple[Any, ...], tuple[dict[str, Any], list[int]]] = {}
+    for place, each in enumerate(evaluations):
         metrics = each.metrics
         settings = {
             key: value
@@ -234,12 +241,12 @@ def _rows(evaluations: Sequence[Artifact]) -> list[ModelRuns]:
             if key.startswith(_MODEL_SECTIONS)
         }
         alike = metrics["environment"], _model(metrics), metrics["updates"], str(settings)
-        groups.setdefault(alike, (settings, []))[1].append(metrics)
+        groups.setdefault(alike, (settings, []))[1].append(place)
     rows = []
-    for (environment, model, *_), (settings, runs) in sorted(groups.items(), key=lambda item: item[0][:3]):
+    for (environment, model, *_), (settings, places) in sorted(groups.items(), key=lambda item: item[0][:3]):
         named_alike = [other for alike, (other, _) in groups.items() if alike[:2] == (environment, model)]
         note = {key: value for key, value in settings.items() if any(each[key] != value for each in named_alike)}
-        rows.append(ModelRuns(environment, model, note, runs))
+        rows.append(ModelRuns(environment, model, note, [evaluations[place].metrics for place in places], places))
     return rows
 
 

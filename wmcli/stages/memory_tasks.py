@@ -38,7 +38,7 @@ from wmcli.report.images import columns_that_fit, side_by_side, strip, write_png
 from wmcli.settings import Measure, Settings
 from wmcli.stages.context import Context
 from wmcli.stages.memory_strips import RECALLED, Plan, plan_doors, plan_query, plan_recall
-from wmcli.stages.memory_table import DISPLAYS, model_names, plot_curves, summarize, table, write_curves
+from wmcli.stages.memory_table import DISPLAYS, model_names, plot_curves, pools, summarize, table, write_curves
 from wmcli.stages.opening import open_context
 from wmcli.stages.probe import probe
 from wmcli.stages.protocol import Protocol
@@ -471,6 +471,7 @@ def _protocol(measure: Measure) -> Protocol:
         unfit=partial(unfit, measure),
         summarize=summarize,
         table=table,
+        pools=pools,
         reads_experience=True,
         plot_curves=plot_curves if DISPLAYS[measure].curve else None,
         draw_strips=partial(draw_strips, measure) if _MEASURES[measure].plan else None,
