@@ -67,14 +67,25 @@ def test_what_is_pooled_is_compared_as_returns_are() -> None:
         generated("seed=3", "training.sampling=uniform", "dynamics.rows=windows", error=3.0, episodes=5),
         generated("seed=4", "dynamics.rows=windows", error=3.0, episodes=5),
     ]
-    scores = [Score(Path(f"run{place}"), run) for place, run in enumerate(runs)]  # type: ignore[arg-type]
-    assert memory_table.pools(runs) == [[0, 1, 2], [3], [4, 5]]  # type: ignore[arg-type]
+    scores = [Score(Path(f"run{place}"), run) for place, run in enumerate(runs)]
+    assert memory_table.pools(runs) == [[0, 1, 2], [3], [4, 5]]
     assert differences_of_models(scores, memory_table.pools) == [
         "episodes differ: 20 (run0, run1), 5 (run2, run3, run4 and 1 more)",
         "run0, run1 have the same settings and the same seed, so they are no independent samples.",
         "runs of different settings are pooled into one number: training.sampling (run4, run5)",
     ]
     assert not differences_of_models(scores[2:4], memory_table.pools)
+
+
+def test_diverged_episodes_stand_in_the_cell() -> None:
+    off = {"value": None, "low": None, "high": None, "diverged": 3}
+    first, second = generated("seed=1", error=1.0, episodes=5), generated("seed=2", error=3.0, episodes=5)
+    first.metrics["generation"] = off
+    (row,) = table([first])
+    assert row["generation"] == "diverged in 3" and row["reconstruction"].startswith("0.5")
+    (row,) = table([first, second])
+    assert row["generation"] == "diverged in 3"
+    assert memory_table.summarize(first).endswith("generation diverged in 3")
 
 
 def test_models_of_one_name_are_told_apart_by_their_settings() -> None:

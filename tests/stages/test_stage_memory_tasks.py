@@ -743,3 +743,36 @@ def test_padding_counts_nowhere() -> None:
     half = 1.96 * np.sqrt(2) / np.sqrt(2)  # two values, one to either side of the mean
     assert curve["low"][0] == pytest.approx(2 - half) and curve["high"][0] == pytest.approx(2 + half)
     assert np.isnan(metrics.over_episodes(error, np.zeros_like(counts))).all()
+
+
+def test_a_diverged_episode_leaves_no_mean_over_the_others() -> None:
+    """An episode without frames that count is left out, and what is wrong in padding counts nowhere."""
+    error = np.array([[1.0, np.nan], [3.0, 5.0], [7.0, 7.0]])
+    counts = np.array([[True, False], [True, True], [False, False]])
+    assert metrics.estimate(metrics.over_episodes(error, counts))["value"] == 2.5
+    assert metrics.curve(error, counts)["mean"] == [2.0, 5.0]
+    for wrong in (np.nan, np.inf):
+        error[1, 1] = wrong
+        found = metrics.estimate(metrics.over_episodes(error, counts))
+        assert found == {"value": None, "low": None, "high": None, "diverged": 1}
+        assert metrics.curve(error, counts) == {"mean": [2.0, None], "low": [pytest.approx(0.04), None]} | {
+            "high": [pytest.approx(3.96), None]
+        }
+
+
+@pytest.mark.slow
+def test_a_model_that_diverges_is_measured_and_says_so(memory_run: Path, tmp_path: Path, monkeypatch) -> None:
+    run = copied(memory_run, tmp_path / "run")
+    monkeypatch.setattr(stage, "frame_errors", lambda model, features, real: np.full(features.shape[:2], np.nan))
+    evaluation = stage.evaluate_memory(opened(run, force=True, pictures=True), "generation")
+    assert evaluation.metrics["generation"] == {"value": None, "low": None, "high": None, "diverged": 5}
+    assert table([evaluation])[0]["generation"] == "diverged in 5"
+    assert set(evaluation.metrics["curve"]["generation"]["mean"]) == {None}
+
+
+def test_a_reward_that_is_no_number_is_no_hit(memory_run: Path, tmp_path: Path, monkeypatch) -> None:
+    run = copied(memory_run, tmp_path / "run")
+    model = type(load_world_model(latest(run, "dynamics"), opened(run).machine))
+    monkeypatch.setattr(model, "arrival_reward", lambda self, last: torch.full(last.shape[:-1], torch.nan))
+    found = stage.evaluate_memory(opened(run, force=True), "reward").metrics
+    assert found["inference"]["value"] == found["imagination"]["value"] == 0 and found["rewarded"] < 1

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
 from pathlib import Path
 from types import SimpleNamespace
@@ -385,7 +386,7 @@ def test_every_episode_counts_alike_in_errors_and_curves(
     replay, context = two_episodes(closing), SimpleNamespace(progress=Progress(quiet=True), pictures=False)
     windows = held_out._windows(model, replay, 9)
     assert windows.episode.tolist() == [0, 0, 1] and windows.rows.shape == (3, 3) and windows.taken.all()
-    scores = held_out._measure(context, model, replay, windows, None)  # type: ignore[arg-type]
+    scores = held_out._measure(context, model, replay, windows, None)
     assert scores["errors"]["generation"]["value"] == pytest.approx(np.mean(errors))
     curve = scores["curves"]["generation"]
     assert curve["mean"] == pytest.approx([(2 + 10) / 2, np.mean(last)])
@@ -394,6 +395,37 @@ def test_every_episode_counts_alike_in_errors_and_curves(
     constant = (1 + 0 + 0 + 5 + 0 + 7) / 6
     off = [np.mean([abs(constant - reward) for reward in rewards]) for rewards in ((1, 0, 0, 5), (0, 7))]
     assert scores["reward"]["constant"]["value"] == pytest.approx(np.mean(off))
+
+
+@pytest.mark.parametrize("closing", [True, False])
+def test_episodes_shorter_than_the_context_leave_a_known_frame_to_imagine(closing: bool) -> None:
+    model: Any = StandsStill()
+    model.context, model.settings = 8, SimpleNamespace(longest_imagination=9)
+    windows = held_out._windows(model, two_episodes(closing), 9)
+    assert windows.context == (5 if closing else 4)
+    assert windows.known[:, windows.context :].sum() == 1
+
+
+def test_an_episode_that_diverged_is_not_left_out(monkeypatch: pytest.MonkeyPatch) -> None:
+    model: Any = StandsStill()
+    off = torch.tensor([[math.nan], [0], [0]])  # of the first of three windows
+    monkeypatch.setattr(
+        StandsStill,
+        "imagine",
+        lambda self, state, action: (
+            SimpleNamespace(latent=0 * state + off, reward=torch.zeros(len(state))),
+            state,
+        ),
+    )
+    replay, context = two_episodes(True), SimpleNamespace(progress=Progress(quiet=True), pictures=False)
+    windows = held_out._windows(model, replay, 9)
+    scores = held_out._measure(context, model, replay, windows, None)
+    assert scores["errors"]["generation"] == {"value": None, "low": None, "high": None, "diverged": 1}
+    assert scores["curves"]["generation"]["mean"] == [None, None]
+    assert "diverged" not in scores["errors"]["reconstruction"]
+    about = {"episodes": 2, "errors": scores["errors"], "reward": scores["reward"]}
+    said = held_out.summarize(SimpleNamespace(name="evaluation@1", metrics=about))
+    assert "2 held-out episodes: generation diverged in 1, reconstruction 0 (" in said
 
 
 @pytest.mark.parametrize("closing", [True, False])
@@ -414,8 +446,8 @@ def test_a_film_shows_the_windows_that_have_imagined_frames(closing: bool, monke
     )
     context: Any = SimpleNamespace(settings=SimpleNamespace(environment=SimpleNamespace(id="numbers")))
     work: Any = SimpleNamespace(payload=Path())
-    windows = held_out._windows(StandsStill(), replay, 9)  # type: ignore[arg-type]
-    held_out._draw(context, StandsStill(), replay, windows, {}, work)  # type: ignore[arg-type]
+    windows = held_out._windows(StandsStill(), replay, 9)
+    held_out._draw(context, StandsStill(), replay, windows, {}, work)
     shown = [[0, 1, 2], [4, 5, 6]]
     assert [row.flatten().tolist() for row in drawn[0]] == ([[0, 1], [3, 9], [4, 5]] if closing else shown)
 

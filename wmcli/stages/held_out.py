@@ -22,7 +22,7 @@ from wmcli.assemble import load_world_model, settings_of
 from wmcli.errors import ArtifactError, UsageError
 from wmcli.experience import Replay
 from wmcli.experience.load import NONE_HELD_OUT, find_held_out
-from wmcli.metrics.memory_tasks import curve, estimate
+from wmcli.metrics.memory_tasks import curve, diverged_in, estimate, finite_or_infinite
 from wmcli.report.plots import Band, error_curves, write_figure
 from wmcli.settings import Settings
 from wmcli.spaces import Categories, Image, PartSpace, map_parts, parts_of
@@ -128,7 +128,7 @@ def _windows(world_model: WorldModel, replay: Replay, most: int) -> _Windows:
     closing = np.zeros(len(replay), bool) if replay.is_closing is None else replay.is_closing.cpu().numpy()
     ends = closing[replay.order[starts + lengths - 1]]  # the frame behind the last action is known
     frames = lengths + ~ends
-    observed = min(world_model.context, int(frames.max()) - 1)
+    observed = min(world_model.context, int(lengths.max()) - 1)  # of the longest, a known frame is left to imagine
     if observed < 1 or lengths.max() < 2:
         raise UsageError("the held-out episodes have one frame each, and dreaming begins behind one.")
     longest = world_model.settings.longest_imagination
@@ -211,9 +211,9 @@ def _error(space: PartSpace, guess: Tensor, real: Tensor) -> Tensor:
 
 
 def _over_episodes(error: np.ndarray, counts: np.ndarray, episode: np.ndarray) -> np.ndarray:
-    """Return each episode's mean error (E,) over the frames of its windows that count, NaN where none does."""
+    """Return each episode's mean error (E,) over the frames of its windows that count, as `over_episodes` does."""
     total, number = np.zeros(episode.max() + 1), np.zeros(episode.max() + 1)
-    np.add.at(total, episode, (error * counts).sum(1))
+    np.add.at(total, episode, finite_or_infinite(np.where(counts, error, 0)).sum(1))
     np.add.at(number, episode, counts.sum(1))
     return np.where(number > 0, total / np.maximum(number, 1), np.nan)
 
@@ -273,6 +273,9 @@ def _cells(metrics: dict[str, Any]) -> Iterator[tuple[str, str]]:
     if metrics["reward"] is not None:
         named |= {"reward": metrics["reward"]["error"], "constant reward": metrics["reward"]["constant"]}
     for name, error in named.items():
+        if said := diverged_in(error):
+            yield name, said
+            continue
         interval = "" if error["low"] is None else f" ({error['low']:.3g}-{error['high']:.3g})"
         yield name, f"{error['value']:.3g}{interval}"
 

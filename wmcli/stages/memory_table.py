@@ -14,6 +14,7 @@ import numpy as np
 from wmcli.artifacts import Artifact
 from wmcli.assemble import settings_of
 from wmcli.errors import UsageError
+from wmcli.metrics.memory_tasks import diverged_in
 from wmcli.report.plots import error_curves, write_figure
 from wmcli.settings import flatten
 
@@ -216,7 +217,8 @@ def _plot(measure: str, lines: dict[str, Any], environment: str) -> Figure:
     display = DISPLAYS[measure]
     if display.log:
         lines = {name: (x, (value, np.maximum(low, LOWEST), high)) for name, (x, (value, low, high)) in lines.items()}
-    return error_curves(lines, x_label=display.x_label, y_label=ERROR, title=environment, log=display.log)
+    log = display.log and any(np.isfinite(value).any() for _, (value, *_) in lines.values())  # it has no empty axis
+    return error_curves(lines, x_label=display.x_label, y_label=ERROR, title=environment, log=log)
 
 
 def _over_runs(bands: np.ndarray) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
@@ -282,6 +284,8 @@ def _cells(runs: Sequence[dict[str, Any]]) -> dict[str, str]:
 def _cell(metrics: Sequence[Any], scale: float) -> str:
     """Return a cell from a metric of each run: a number, or an estimate with its interval."""
     estimates = [each if isinstance(each, dict) else {"value": each, "low": None, "high": None} for each in metrics]
+    if said := diverged_in(*estimates):
+        return said
     values = scale * np.array([each["value"] for each in estimates])
     form = (lambda value: f"{value:.1f}") if scale == 100 else (lambda value: f"{value:.3g}")
     if len(values) > 1:

@@ -272,7 +272,8 @@ def _recall(
         )
 
     error = np.concatenate(_map_batches(context, episodes, "recall", errors), 1)  # (K, E, frames)
-    by_k = {str(k): metrics.estimate(each.mean(1)) for k, each in zip(ks, error, strict=True)}
+    every = np.ones(error.shape[1:], bool)
+    by_k = {str(k): metrics.estimate(metrics.over_episodes(each, every)) for k, each in zip(ks, error, strict=True)}
     if context.pictures:
         values = [by_k[str(k)] for k in ks]
         band = tuple(np.array([value[key] for value in values], float) for key in ("value", "low", "high"))
@@ -290,7 +291,8 @@ def _reward(
         hits = []
         for context_frames in (frames.shape[1], task.context):
             last = roll_out(world_model, frames, action, context_frames)[:, -1]
-            hits.append((world_model.arrival_reward(last) > 0.5).cpu().numpy() == true)
+            reward = world_model.arrival_reward(last).cpu().numpy()
+            hits.append(((reward > 0.5) == true) & np.isfinite(reward))
         return np.stack(hits).astype(float)
 
     inference, imagination = np.concatenate(_map_batches(context, episodes, "reward", right), 1)
