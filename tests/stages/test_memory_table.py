@@ -69,12 +69,12 @@ def test_what_is_pooled_is_compared_as_returns_are() -> None:
     ]
     scores = [Score(Path(f"run{place}"), run) for place, run in enumerate(runs)]
     assert memory_table.pools(runs) == [[0, 1, 2], [3], [4, 5]]
-    assert differences_of_models(scores, memory_table.pools) == [
+    assert differences_of_models(scores, memory_table.pools(runs)) == [
         "episodes differ: 20 (run0, run1), 5 (run2, run3, run4 and 1 more)",
         "run0, run1 have the same settings and the same seed, so they are no independent samples.",
         "runs of different settings are pooled into one number: training.sampling (run4, run5)",
     ]
-    assert not differences_of_models(scores[2:4], memory_table.pools)
+    assert not differences_of_models(scores[2:4], memory_table.pools(runs[2:4]))
 
 
 def test_diverged_episodes_stand_in_the_cell() -> None:

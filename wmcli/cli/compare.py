@@ -221,12 +221,13 @@ def compare(
         more = f" and {len(found.missing) - 5} more" if len(found.missing) > 5 else ""
         progress.warn(f"{len(found.missing)} runs have no evaluation of --protocol {protocol} yet: {shown}{more}")
     if choice.needs == "dynamics":
+        evaluations = [score.evaluation for score in found.scores]
         if choice.pools:
             from wmcli.stages.scores import differences_of_models
 
-            for line in differences_of_models(found.scores, choice.pools):
+            for line in differences_of_models(found.scores, choice.pools(evaluations)):
                 progress.warn(line)
-        rows = choice.table([score.evaluation for score in found.scores])
+        rows = choice.table(evaluations)
         if as_json:
             emit_json(describe_comparison(protocol, found.scores, (), rows, {}))
         else:

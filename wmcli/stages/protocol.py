@@ -15,7 +15,6 @@ if TYPE_CHECKING:
     from matplotlib.figure import Figure
 
 Table = Callable[[Sequence[Artifact]], list[dict[str, Any]]]
-Pools = Callable[[Sequence[Artifact]], list[list[int]]]
 
 
 @dataclass(frozen=True)
@@ -33,7 +32,7 @@ class Protocol:
     """Takes an evaluation. Returns it in one line."""
     table: Table
     """Takes evaluations. Returns the rows of a table."""
-    pools: Pools | None = None
+    pools: Callable[[Sequence[Artifact]], list[list[int]]] | None = None
     """Takes evaluations. Returns the places of those in each row of the table; None where each has a row of its own."""
     reads_experience: bool = False
     """Whether `evaluate` takes `experience`."""

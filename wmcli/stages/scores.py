@@ -16,7 +16,6 @@ from wmcli.errors import ArtifactError, UsageError
 from wmcli.progress import Progress
 from wmcli.settings import flatten
 from wmcli.stages.evaluate import PROTOCOL
-from wmcli.stages.protocol import Pools
 from wmcli.stages.training_games import TRAINING
 
 NORMALIZED, RETURN, GAMES = "human-normalized score", "return", "games"
@@ -236,7 +235,7 @@ def _differ_in_learning(group: Sequence[Score]) -> list[str]:
     return lines
 
 
-def differences_of_models(scores: Sequence[Score], pools: Pools) -> list[str]:
+def differences_of_models(scores: Sequence[Score], rows: Sequence[Sequence[int]]) -> list[str]:
     """List the differences between scores of dynamics models of several runs, one line each.
 
     Over all: test episodes. Within a row of the table: other settings that learning depends on, and runs that agree
@@ -244,11 +243,11 @@ def differences_of_models(scores: Sequence[Score], pools: Pools) -> list[str]:
 
     Args:
         scores: Of one protocol.
-        pools: See `Protocol.pools`.
+        rows: Places of the scores that a row of the table pools, see `Protocol.pools`.
     """
     line = _differ("episodes", [(score.run, score.metrics["episodes"]) for score in scores])
     lines = [line] if line else []
-    for places in pools([score.evaluation for score in scores]):  # these tables have no --by
+    for places in rows:  # these tables have no --by
         group = [scores[place] for place in places]
         lines += [line.partition("; group them with")[0] for line in _differ_in_learning(group)]
     return lines

@@ -204,7 +204,7 @@ def _protocol(study: Study, name: str) -> Iterator[Block]:
         return
     exact = [{"run": str(each.run), "evaluation": each.name} | each.metrics for each in evaluations]
     yield table(f"protocol-{name}", rows, f"{title} (`wm compare --protocol {name}`).", exact=exact)
-    if protocol.pools and (lines := differences_of_models(study.scores_of(name), protocol.pools)):
+    if protocol.pools and (lines := differences_of_models(study.scores_of(name), protocol.pools(evaluations))):
         yield Text("\n\n".join(f"{title}: {line}" for line in lines), "note")
     if protocol.plot_curves is None:
         return
