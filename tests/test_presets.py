@@ -673,7 +673,9 @@ def test_numbers_of_a_task_can_be_given_as_numbers() -> None:
     assert resolve("s4wm-2d", ["dynamics.updates=3 epochs", "collect.episodes=80"]).dynamics.updates == 30
     assert resolve("s4wm-2d", ["dynamics.updates=3 epochs", "dynamics.batch=4"]).dynamics.updates == 6_000
     windows = ["dynamics.rows=windows", "dynamics.sequence_length=50", "dynamics.updates=1 epoch"]
-    assert resolve("s4wm-2d", windows).dynamics.updates == 5_000
+    assert resolve("s4wm-2d", [*windows, "dynamics.across_ends=true"]).dynamics.updates == 5_000
+    padded = (201 * 50 + sum(range(2, 50))) / 249  # frames in a window of 250, of which the last 48 begin too late
+    assert resolve("s4wm-2d", windows).dynamics.updates == round(8_000 * 250 / (8 * padded))
 
 
 @pytest.mark.parametrize(

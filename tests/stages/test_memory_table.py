@@ -13,6 +13,7 @@ from wmcli.report.plots import write_figure
 from wmcli.settings import resolve
 from wmcli.stages import memory_table
 from wmcli.stages.memory_table import plot_curves, table
+from wmcli.stages.scores import Score, differences_of_models
 
 
 class Found:
@@ -54,6 +55,37 @@ def test_seeds_stand_in_one_row_beside_the_paper() -> None:
     rows = table([*runs, generated("backbone.kind=mamba2", error=2.0)])
     assert [each["model"] for each in rows] == ["S4WM", "mamba2"]
     assert rows[1]["generation"] == "2 (1-3)" and rows[1]["paper generation"] == "-"
+
+
+def test_what_is_pooled_is_compared_as_returns_are() -> None:
+    """Test episodes over all rows; seeds and settings within one, of which the model's own are those of the row."""
+    runs = [
+        generated("seed=1", error=1.0, episodes=20),
+        generated("seed=1", "training.threads=1", error=1.5, episodes=20),
+        generated("seed=2", error=3.0, episodes=5),
+        generated("seed=1", "backbone.kind=mamba2", error=3.0, episodes=5),
+        generated("seed=3", "training.sampling=uniform", "dynamics.rows=windows", error=3.0, episodes=5),
+        generated("seed=4", "dynamics.rows=windows", error=3.0, episodes=5),
+    ]
+    scores = [Score(Path(f"run{place}"), run) for place, run in enumerate(runs)]
+    assert memory_table.pools(runs) == [[0, 1, 2], [3], [4, 5]]
+    assert differences_of_models(scores, memory_table.pools(runs)) == [
+        "episodes differ: 20 (run0, run1), 5 (run2, run3, run4 and 1 more)",
+        "run0, run1 have the same settings and the same seed, so they are no independent samples.",
+        "runs of different settings are pooled into one number: training.sampling (run4, run5)",
+    ]
+    assert not differences_of_models(scores[2:4], memory_table.pools(runs[2:4]))
+
+
+def test_diverged_episodes_stand_in_the_cell() -> None:
+    off = {"value": None, "low": None, "high": None, "diverged": 3}
+    first, second = generated("seed=1", error=1.0, episodes=5), generated("seed=2", error=3.0, episodes=5)
+    first.metrics["generation"] = off
+    (row,) = table([first])
+    assert row["generation"] == "diverged in 3" and row["reconstruction"].startswith("0.5")
+    (row,) = table([first, second])
+    assert row["generation"] == "diverged in 3"
+    assert memory_table.summarize(first).endswith("generation diverged in 3")
 
 
 def test_models_of_one_name_are_told_apart_by_their_settings() -> None:

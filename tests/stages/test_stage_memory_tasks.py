@@ -16,7 +16,8 @@ from PIL import Image
 from tiny_run import TINY_S4WM, Killed, copied, kill_at, latest, sha256, with_kinds
 
 from wmcli.artifacts import Artifact, Run
-from wmcli.assemble import load_world_model
+from wmcli.assemble import build_world_model, load_world_model
+from wmcli.cli.main import run as command
 from wmcli.config import preset_names
 from wmcli.envs import EnvironmentSettings, Streams, tiles
 from wmcli.envs.memory_task import Task, play
@@ -40,6 +41,7 @@ from wmcli.stages.loop import run_loop
 from wmcli.stages.measures import check_measures, measures_of
 from wmcli.stages.memory_table import table
 from wmcli.stages.opening import open_context
+from wmcli.trainers.batches import build_segment_sampler
 from wmcli.trainers.best_weights import BestWeights
 from wmcli.trainers.dynamics import world_model_update
 from wmcli.training.checkpoint import TRAINING, WEIGHTS, load_tensors
@@ -131,6 +133,54 @@ def test_more_episodes_are_others_and_the_same_are_not_played_again(tmp_path: Pa
     assert not torch.equal(*frames.chunk(2))
     with pytest.raises(ArtifactError, match="no validation episodes"):
         train_dynamics(opened(run))
+
+
+@pytest.mark.parametrize(
+    "overrides",
+    [
+        ["dynamics.rows=episodes"],
+        ["dynamics.rows=streams", "dynamics.sequence_length=17"],
+        ["dynamics.rows=windows", "dynamics.sequence_length=episode"],
+        ["dynamics.rows=windows", "dynamics.sequence_length=17", "dynamics.batch=4"],
+        ["dynamics.rows=windows", "dynamics.sequence_length=17", "dynamics.across_ends=true"],
+    ],
+    ids=["episodes", "streams", "windows as long as an episode", "windows", "windows across ends"],
+)
+def test_epochs_learn_so_often_from_each_frame(memory_run: Path, overrides: list[str]) -> None:
+    """Counted in the batches themselves, in which padding teaches nothing."""
+    context = opened(memory_run, *overrides, "dynamics.context=3", "dynamics.updates=20 epochs")
+    settings, replay = context.settings, context.experience(latest(memory_run, "experience"))
+    model = build_world_model(settings, None, context.spaces)
+    sampler = build_segment_sampler(settings.training, replay, model, np.random.default_rng(0))
+    times = np.zeros(len(replay))
+    for _ in range(settings.dynamics.updates):
+        windows = sampler.batch(settings.dynamics.batch)
+        np.add.at(times, windows.rows[windows.valid], 1)
+    assert times.mean() == pytest.approx(20, rel=0.01)
+
+
+def test_epochs_of_few_episodes_are_an_update_at_least(memory_run: Path) -> None:
+    few = ["collect.episodes=1", "dynamics.batch=8", "dynamics.updates=1 epoch"]
+    assert opened(memory_run, *few).settings.dynamics.updates == 1
+
+
+@pytest.mark.slow
+def test_other_experience_than_is_collected_tells_how_often_it_is_learned_from(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """5 updates of 2 episodes each: 10 / 6 times from each frame, and 10 / 12 once there are twice as many."""
+    learn = ["dynamics.validate_every=0", "dynamics.updates=5"]
+    run = begun(tmp_path / "run", "collect.validation=0", "collect.test=0", *learn)
+    train_dynamics(opened(run))
+    assert "times from each" not in capsys.readouterr().err
+    collect(opened(run))
+    train_dynamics(opened(run))
+    (line,) = [each for each in capsys.readouterr().err.splitlines() if "times from each" in each]
+    assert "dynamics.updates = 5 learn 0.833 times from each of the 600 frames of experience@2" in line
+    assert "1.67 times" in line and "collect.episodes = 6" in line and line.endswith("dynamics.updates=10")
+    few = opened(tmp_path / "few", *learn, "collect.episodes=3", new=True)
+    train_dynamics(few, experience=str(run / "experience" / "v0001"))
+    assert "set dynamics.updates=10" in capsys.readouterr().err  # of 6 episodes
 
 
 @pytest.mark.slow
@@ -300,6 +350,23 @@ def test_generation_is_the_error_of_imagined_frames_and_reconstruction_of_seen_o
     assert len(found["curve"]["generation"]["mean"]) == 11
     assert np.mean(found["curve"]["generation"]["mean"]) == pytest.approx(found["generation"]["value"])
     assert found["reconstruction"]["value"] != found["generation"]["value"]
+
+
+@pytest.mark.slow
+def test_a_rerun_over_fewer_episodes_is_compared_with_warnings(
+    memory_run: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    runs = [copied(memory_run, tmp_path / name) for name in ("one", "two")]
+    for run, episodes in zip(runs, (5, 2), strict=True):
+        stage.evaluate_memory(opened(run, f"evaluation.episodes={episodes}"), "generation")
+    capsys.readouterr()
+    assert command(["compare", *map(str, runs), "--protocol", "generation", "--json"]) == 0
+    printed = capsys.readouterr()
+    assert json.loads(printed.out)["rows"][0]["runs"] == 2
+    assert printed.err.splitlines() == [
+        f"warning: episodes differ: 5 ({runs[0]}), 2 ({runs[1]})",
+        f"warning: {runs[0]}, {runs[1]} have the same settings and the same seed, so they are no independent samples.",
+    ]
 
 
 def test_frames_seen_are_not_imagined(memory_run: Path) -> None:
@@ -676,3 +743,36 @@ def test_padding_counts_nowhere() -> None:
     half = 1.96 * np.sqrt(2) / np.sqrt(2)  # two values, one to either side of the mean
     assert curve["low"][0] == pytest.approx(2 - half) and curve["high"][0] == pytest.approx(2 + half)
     assert np.isnan(metrics.over_episodes(error, np.zeros_like(counts))).all()
+
+
+def test_a_diverged_episode_leaves_no_mean_over_the_others() -> None:
+    """An episode without frames that count is left out, and what is wrong in padding counts nowhere."""
+    error = np.array([[1.0, np.nan], [3.0, 5.0], [7.0, 7.0]])
+    counts = np.array([[True, False], [True, True], [False, False]])
+    assert metrics.estimate(metrics.over_episodes(error, counts))["value"] == 2.5
+    assert metrics.curve(error, counts)["mean"] == [2.0, 5.0]
+    for wrong in (np.nan, np.inf):
+        error[1, 1] = wrong
+        found = metrics.estimate(metrics.over_episodes(error, counts))
+        assert found == {"value": None, "low": None, "high": None, "diverged": 1}
+        assert metrics.curve(error, counts) == {"mean": [2.0, None], "low": [pytest.approx(0.04), None]} | {
+            "high": [pytest.approx(3.96), None]
+        }
+
+
+@pytest.mark.slow
+def test_a_model_that_diverges_is_measured_and_says_so(memory_run: Path, tmp_path: Path, monkeypatch) -> None:
+    run = copied(memory_run, tmp_path / "run")
+    monkeypatch.setattr(stage, "frame_errors", lambda model, features, real: np.full(features.shape[:2], np.nan))
+    evaluation = stage.evaluate_memory(opened(run, force=True, pictures=True), "generation")
+    assert evaluation.metrics["generation"] == {"value": None, "low": None, "high": None, "diverged": 5}
+    assert table([evaluation])[0]["generation"] == "diverged in 5"
+    assert set(evaluation.metrics["curve"]["generation"]["mean"]) == {None}
+
+
+def test_a_reward_that_is_no_number_is_no_hit(memory_run: Path, tmp_path: Path, monkeypatch) -> None:
+    run = copied(memory_run, tmp_path / "run")
+    model = type(load_world_model(latest(run, "dynamics"), opened(run).machine))
+    monkeypatch.setattr(model, "arrival_reward", lambda self, last: torch.full(last.shape[:-1], torch.nan))
+    found = stage.evaluate_memory(opened(run, force=True), "reward").metrics
+    assert found["inference"]["value"] == found["imagination"]["value"] == 0 and found["rewarded"] < 1

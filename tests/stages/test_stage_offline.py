@@ -2,15 +2,19 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
 import pytest
+import torch
 from small_systems import SYSTEMS
 from test_stage_imported import SETTINGS, made
 from tiny_run import Killed, kill_at, latest, sha256
+from torch import Tensor
 
 from wmcli.artifacts import Artifact, Run
 from wmcli.artifacts.environment import check_same_environment
@@ -19,6 +23,7 @@ from wmcli.errors import UsageError
 from wmcli.exchange import Episode, Recording, write_recording
 from wmcli.experience import Replay, load, read_segment
 from wmcli.experience.segment import IMPORTED
+from wmcli.progress import Progress
 from wmcli.settings import resolve
 from wmcli.spaces import Categories, Continuous, Image, Spaces, Vector, draw_actions, map_parts, parts_of
 from wmcli.stages import held_out, loop
@@ -321,8 +326,6 @@ def test_measures_that_do_not_apply_are_named_once(folder: Path, tmp_path: Path,
 
 
 def test_errors_are_those_of_each_part() -> None:
-    import torch
-
     real = torch.tensor([[[0, 255], [51, 0]]], dtype=torch.uint8)
     guess = torch.tensor([[[255, 255], [0, 0]]], dtype=torch.uint8)
     assert held_out._error(Image(1, 2, 1), guess, real)[0].tolist() == pytest.approx([0.5, 0.02])
@@ -352,6 +355,120 @@ def test_windows_cover_episodes_and_score_the_last_reward(folder: Path, tmp_path
         assert windows.known[mine].sum() == sum(min(size, time - begin) for begin in begins)
         assert windows.taken[mine][-1].sum() == min(size, time + 1 - begins[-1])
     assert len(held_out._windows(model, replay, 1).rows) == (windows.episode == 0).sum()
+
+
+class StandsStill:
+    """A world model of one number that imagines zeros, and so errs by the square of each frame."""
+
+    context, decodes, learns_rewards, observation_space = 1, "latents", True, Vector(1)
+    settings = SimpleNamespace(longest_imagination=3)
+    encode = decode = learned_reward = staticmethod(lambda given: given)
+
+    def observe(self, latent: Tensor, action: Tensor, reset: Tensor) -> tuple[Tensor, Tensor]:
+        return latent, latent[:, -1]
+
+    def imagine(self, state: Tensor, action: Tensor) -> tuple[Any, Tensor]:
+        return SimpleNamespace(latent=0 * state, reward=torch.zeros(len(state))), state
+
+    def features(self, state: Tensor) -> Tensor:
+        return state
+
+
+def two_episodes(closing: bool) -> Replay:
+    """Of 5 and of 2 actions. Frames are the roots of their errors; zeros open the windows, of 3 frames each."""
+    reward = np.array([1, 0, 0, 0, 5, 0, 7], np.float32)
+    ends = np.isin(np.arange(7), (4, 6))
+    replay = Replay("cpu", closing=closing)
+    replay.extend(
+        {"observation": np.sqrt(np.array([[0], [1], [2], [0], [3], [0], [10]], np.float32)), "reward": reward}
+        | {"closing": np.sqrt(np.array([[4], [20]], np.float32)), "action": np.zeros(7, np.int64)}
+        | {"first": np.isin(np.arange(7), (0, 5)), "terminated": ends, "truncated": ends & False}
+        | {"lives": np.full(7, -1, np.int16), "stream": np.zeros(7, np.int16)}
+    )
+    return replay
+
+
+@pytest.mark.parametrize(
+    ("closing", "errors", "last"),
+    [(True, (2.5, 15.0), (3.0, 20.0)), (False, (2.0, 10.0), (2.0,))],
+    ids=["closing frames", "without"],
+)
+def test_every_episode_counts_alike_in_errors_and_curves(
+    closing: bool, errors: tuple[float, ...], last: tuple[float, ...]
+) -> None:
+    """Two windows of the first episode, errors 1 and 2, 3 and 4, and one of the second, 10 and 20.
+
+    The frames behind the last actions, of errors 4 and 20, are known with closing frames alone. Their rewards, 5 and 7,
+    are those of the last actions either way, and the closing frames have none.
+    """
+    model: Any = StandsStill()
+    replay, context = two_episodes(closing), SimpleNamespace(progress=Progress(quiet=True), pictures=False)
+    windows = held_out._windows(model, replay, 9)
+    assert windows.episode.tolist() == [0, 0, 1] and windows.rows.shape == (3, 3) and windows.taken.all()
+    scores = held_out._measure(context, model, replay, windows, None)
+    assert scores["errors"]["generation"]["value"] == pytest.approx(np.mean(errors))
+    curve = scores["curves"]["generation"]
+    assert curve["mean"] == pytest.approx([(2 + 10) / 2, np.mean(last)])
+    assert curve["high"][0] == pytest.approx(6 + 1.96 * np.std([2, 10], ddof=1) / np.sqrt(2))
+    assert scores["reward"]["error"]["value"] == pytest.approx(((1 + 0 + 0 + 5) / 4 + (0 + 7) / 2) / 2)
+    constant = (1 + 0 + 0 + 5 + 0 + 7) / 6
+    off = [np.mean([abs(constant - reward) for reward in rewards]) for rewards in ((1, 0, 0, 5), (0, 7))]
+    assert scores["reward"]["constant"]["value"] == pytest.approx(np.mean(off))
+
+
+@pytest.mark.parametrize("closing", [True, False])
+def test_episodes_shorter_than_the_context_leave_a_known_frame_to_imagine(closing: bool) -> None:
+    model: Any = StandsStill()
+    model.context, model.settings = 8, SimpleNamespace(longest_imagination=9)
+    windows = held_out._windows(model, two_episodes(closing), 9)
+    assert windows.context == (5 if closing else 4)
+    assert windows.known[:, windows.context :].sum() == 1
+
+
+def test_an_episode_that_diverged_is_not_left_out(monkeypatch: pytest.MonkeyPatch) -> None:
+    model: Any = StandsStill()
+    off = torch.tensor([[math.nan], [0], [0]])  # of the first of three windows
+    monkeypatch.setattr(
+        StandsStill,
+        "imagine",
+        lambda self, state, action: (
+            SimpleNamespace(latent=0 * state + off, reward=torch.zeros(len(state))),
+            state,
+        ),
+    )
+    replay, context = two_episodes(True), SimpleNamespace(progress=Progress(quiet=True), pictures=False)
+    windows = held_out._windows(model, replay, 9)
+    scores = held_out._measure(context, model, replay, windows, None)
+    assert scores["errors"]["generation"] == {"value": None, "low": None, "high": None, "diverged": 1}
+    assert scores["curves"]["generation"]["mean"] == [None, None]
+    assert "diverged" not in scores["errors"]["reconstruction"]
+    about = {"episodes": 2, "errors": scores["errors"], "reward": scores["reward"]}
+    said = held_out.summarize(SimpleNamespace(name="evaluation@1", metrics=about))
+    assert "2 held-out episodes: generation diverged in 1, reconstruction 0 (" in said
+
+
+@pytest.mark.parametrize("closing", [True, False])
+def test_a_film_shows_the_windows_that_have_imagined_frames(closing: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Without closing frames the second window of an episode of 4 actions is its last frame, and no film of one."""
+    drawn: list[Any] = []
+    monkeypatch.setattr(held_out, "beside", lambda model, frames, action, context: drawn.append(frames))
+    monkeypatch.setattr(held_out, "write_side_by_side", lambda folder, pictures: None)
+    for name in ("error_curves", "write_figure"):
+        monkeypatch.setattr(held_out, name, lambda *given, **named: None)
+    replay = Replay("cpu", closing=closing)
+    ends = np.isin(np.arange(8), (3, 7))
+    replay.extend(
+        {"observation": np.arange(8, dtype=np.float32)[:, None], "action": np.zeros(8, np.int64)}
+        | {"closing": np.full((2, 1), 9, np.float32), "reward": np.zeros(8, np.float32)}
+        | {"first": np.isin(np.arange(8), (0, 4)), "terminated": ends, "truncated": ends & False}
+        | {"lives": np.full(8, -1, np.int16), "stream": np.zeros(8, np.int16)}
+    )
+    context: Any = SimpleNamespace(settings=SimpleNamespace(environment=SimpleNamespace(id="numbers")))
+    work: Any = SimpleNamespace(payload=Path())
+    windows = held_out._windows(StandsStill(), replay, 9)
+    held_out._draw(context, StandsStill(), replay, windows, {}, work)
+    shown = [[0, 1, 2], [4, 5, 6]]
+    assert [row.flatten().tolist() for row in drawn[0]] == ([[0, 1], [3, 9], [4, 5]] if closing else shown)
 
 
 @pytest.mark.slow

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -17,6 +18,7 @@ from wmcli.experience import Replay
 from wmcli.settings import Settings, resolve
 from wmcli.spaces import Spaces
 from wmcli.trainers import DynamicsTrainer, ImaginationTrainer, ReanalysisTrainer, TokenizerTrainer
+from wmcli.trainers.batches import build_segment_sampler, frames_per_row
 from wmcli.training.device import Machine, isolated_randomness
 from wmcli.training.loop import Trainer, fit
 from wmcli.world_models.base import Batch
@@ -79,27 +81,30 @@ def settings_of(name: str, *overrides: str) -> Settings:
     return resolve(preset, [*own, *overrides])
 
 
-def replay(seed: int = 0) -> Replay:
-    """Three episodes of random frames."""
-    rng, first = np.random.default_rng(seed), np.arange(ROWS) % EPISODE == 0
+def replay(seed: int = 0, lengths: Sequence[int] = (EPISODE,) * 3) -> Replay:
+    """Episodes of random frames, one behind the other."""
+    rng, rows = np.random.default_rng(seed), sum(lengths)
+    first = np.isin(np.arange(rows), np.cumsum([0, *lengths]))
     held = Replay(CPU.device)
     held.extend(
         {
-            "observation": rng.integers(0, 256, (ROWS, SIZE, SIZE, 3), dtype=np.uint8),
-            "action": rng.integers(ACTIONS, size=ROWS).astype(np.int32),
-            "reward": rng.normal(size=ROWS).astype(np.float32),
+            "observation": rng.integers(0, 256, (rows, SIZE, SIZE, 3), dtype=np.uint8),
+            "action": rng.integers(ACTIONS, size=rows).astype(np.int32),
+            "reward": rng.normal(size=rows).astype(np.float32),
             "terminated": np.roll(first, -1),
-            "truncated": np.zeros(ROWS, bool),
+            "truncated": np.zeros(rows, bool),
             "first": first,
-            "lives": np.zeros(ROWS, np.int16),
-            "stream": np.zeros(ROWS, np.int16),
+            "lives": np.zeros(rows, np.int16),
+            "stream": np.zeros(rows, np.int16),
         }
     )
     return held
 
 
-def trainer_of(name: str, kind: str, rng: np.random.Generator, *overrides: str, **how: Any) -> Trainer:
-    settings, data = settings_of(name, *overrides), replay()
+def trainer_of(
+    name: str, kind: str, rng: np.random.Generator, *overrides: str, data: Replay | None = None, **how: Any
+) -> Trainer:
+    settings, data = settings_of(name, *overrides), data or replay()
     training = settings.training
     spaces = Spaces.of_images(settings.environment.size, ACTIONS)
     tokenizer = build_tokenizer(settings, spaces) if settings.dynamics.tokenizer_kind else None
@@ -230,3 +235,90 @@ def test_curiosity_rewards_the_disagreement_of_the_ensemble(name: str) -> None:
     with isolated_randomness(5, CPU.device) as rng, pytest.raises(UsageError, match="was trained without an ensemble"):
         model = trainer_of(name, "controller", rng).world_model  # type: ignore[attr-defined]
         build_controller(settings_of(name, *curious), model)
+
+
+@pytest.mark.parametrize(
+    ("name", "overrides", "lengths", "line"),
+    [
+        (
+            "drama",
+            [],
+            [2, 3],
+            "dynamics.sequence_length = 9: the longest sequence of the experience has 5 frames, the episodes of one"
+            " environment together (dynamics.across_ends = true): collect more with wm collect, or set"
+            " dynamics.sequence_length=5",
+        ),
+        *(
+            (
+                "drama",
+                ["dynamics.across_ends=false", f"dynamics.rows={rows}", "training.sampling=windows"],
+                [1, 1, 1],
+                f"dynamics.rows = {rows}: the longest episode of the experience has 1 frame, and dynamics learn from 2"
+                " in a row: collect longer ones with wm collect, or set dynamics.closing_frames=true, which adds the"
+                " frame behind each last action",
+            )
+            for rows in ("windows", "episodes")
+        ),
+        (
+            "rssm",
+            ["dynamics.closing_frames=true"],
+            [1] * 20,
+            "dynamics.rows = streams: the longest episode of the experience has 1 frame, and dynamics learn from 2 in a"
+            " row: collect longer ones with wm collect",
+        ),
+        (
+            "rem",
+            [
+                "dynamics.context=4",
+                "dynamics.min_segment=0",
+                "controller.burn_in=2",
+                "controller.imagination_horizon=2",
+            ],
+            [4, 2],
+            "dynamics.context = 4: the longest episode of the experience has 4 frames, and dynamics learn from 5 in a"
+            " row: collect longer ones with wm collect, or set dynamics.context=3",
+        ),
+        (
+            "rem",
+            ["dynamics.min_segment=3"],
+            [1, 2],
+            "dynamics.min_segment = 3: the longest episode of the experience has 2 frames, and dynamics learn from 3 in"
+            " a row: collect longer ones with wm collect, or set dynamics.min_segment=2",
+        ),
+    ],
+)
+def test_episodes_too_short_to_learn_from_are_one_line(
+    name: str, overrides: list[str], lengths: list[int], line: str
+) -> None:
+    with isolated_randomness(5, CPU.device) as rng, pytest.raises(UsageError) as caught:
+        trainer_of(name, "dynamics", rng, *overrides, data=replay(lengths=lengths))
+    assert str(caught.value) == f"{line}."
+
+
+@pytest.mark.parametrize("name", ["unizero", "muzero"])
+def test_planners_learn_from_episodes_of_a_single_frame(name: str) -> None:
+    """There are rewards and values to learn, if no latents to predict."""
+    _, metrics, _ = trained(name, "dynamics", 2, data=replay(lengths=[1] * 5))
+    assert metrics["reward_loss"] > 0 and metrics["value_loss"] > 0 and np.isfinite(metrics["loss"])
+
+
+@pytest.mark.parametrize(
+    ("rows", "history", "across_ends"),
+    [
+        *(("windows", history, across_ends) for history in (0, 3) for across_ends in (False, True)),
+        ("streams", 0, False),
+        ("episodes", 0, False),
+    ],
+)
+def test_frames_of_a_row_are_those_of_the_batches(rows: str, history: int, across_ends: bool) -> None:
+    """Episodes of several lengths, one of a single frame, counted in a round of batches."""
+    lengths = [12, 1, 5, 9, 30, 2]
+    data = replay(lengths=lengths)
+    segment = history + (40 if rows == "episodes" else 6)
+    model: Any = SimpleNamespace(rows=rows, across_ends=across_ends, segment=segment, history=history, min_segment=2)
+    training = resolve("quickstart", ["training.sampling=windows"]).training
+    sampler = build_segment_sampler(training, data, model, np.random.default_rng(0))
+    windows = sampler.batch(getattr(sampler, "windows", 7))
+    learned = windows.valid[:, history:].sum(1).mean()
+    assert frames_per_row(model, data.runs(across_ends)[0].length) == pytest.approx(learned)
+    assert frames_per_row(model, np.array([], np.int64)) == 0

@@ -217,7 +217,13 @@ def compare(
     known = _known(columns, found.scores, progress)
     _draw(found, choice, known, pictures, style, progress)
     if choice.needs == "dynamics":
-        rows = choice.table([score.evaluation for score in found.scores])
+        evaluations = [score.evaluation for score in found.scores]
+        if choice.pools:
+            from wmcli.stages.scores import differences_of_models
+
+            for line in differences_of_models(found.scores, choice.pools(evaluations)):
+                progress.warn(line)
+        rows = choice.table(evaluations)
         if as_json:
             emit_json(describe_comparison(protocol, found.scores, (), rows, {}))
         else:

@@ -13,7 +13,7 @@ from typing import Any
 
 from wmcli.envs.tasks import TASKS
 from wmcli.settings.sections import EpisodesCollectSettings
-from wmcli.world_models.latent import LatentWorldModelSettings
+from wmcli.world_models.latent import LatentWorldModel, LatentWorldModelSettings
 
 EPISODE = "episode"
 EPOCHS = re.compile(r"([1-9]\d{0,5}) epochs?")
@@ -27,7 +27,7 @@ def in_numbers(values: Mapping[str, Any]) -> dict[str, Any]:
 
     Returns:
         The values: `sequence_length` "episode" as the frames of an episode, `updates` "N epochs" as the updates that
-            learn from each training frame N times, to the nearest update.
+            learn from each training frame N times on average, to the nearest update but one at least.
 
     Raises:
         ValueError: The environment has no such episodes, or these dynamics no such rows.
@@ -70,7 +70,19 @@ def _updates(values: Mapping[str, Any], dynamics: Mapping[str, Any], epochs: int
         value = table.get(key, section.model_fields[key].default)
         return value if isinstance(value, int) and value > 0 else 1  # what is wrong with it, validation says
 
-    rows = dynamics.get("rows", LatentWorldModelSettings.model_fields["rows"].default)
-    row = episode if rows == "episodes" else number(LatentWorldModelSettings, dynamics, "sequence_length")
+    rows, across_ends = (
+        dynamics.get(key, LatentWorldModelSettings.model_fields[key].default) for key in ("rows", "across_ends")
+    )
+    row: float = number(LatentWorldModelSettings, dynamics, "sequence_length")
+    if rows == "episodes":
+        row = episode
+    elif rows == "windows" and not across_ends:
+        row = _frames_of_window(episode, int(row))
     frames = number(EpisodesCollectSettings, collect, "episodes") * episode
-    return round(epochs * frames / (number(LatentWorldModelSettings, dynamics, "batch") * row))
+    return max(1, round(epochs * frames / (number(LatentWorldModelSettings, dynamics, "batch") * row)))
+
+
+def _frames_of_window(episode: int, length: int) -> float:
+    """Return the mean number of frames in the windows of an episode: the last ones are padded behind it."""
+    windows = episode - LatentWorldModel.min_segment + 1
+    return sum(min(length, episode - begin) for begin in range(windows)) / windows

@@ -10,16 +10,20 @@ from wmcli import ranks
 from wmcli.artifacts import Artifact
 from wmcli.artifacts.environment import check_same_environment
 from wmcli.assemble import build_tokenizer, build_world_model, load_tokenizer, settings_of
+from wmcli.envs.tasks import TASKS
 from wmcli.errors import ArtifactError, UsageError
-from wmcli.experience import SearchTargets
+from wmcli.experience import Replay, SearchTargets
 from wmcli.experience.load import NONE_HELD_OUT, find_held_out
 from wmcli.nn import attention_prior
+from wmcli.settings import EpisodesCollectSettings
 from wmcli.stages.context import Context
 from wmcli.stages.pictures import draw_priors, imagined_beside_real, write_imagination
 from wmcli.stages.train import check_descent, latents_of, newest_fitted_alone, parent_of, train
 from wmcli.trainers import DynamicsTrainer, HeldOutLosses
+from wmcli.trainers.batches import frames_per_row
 from wmcli.training.checkpoint import TRAINING, WEIGHTS, load_modules, load_tensors, read_part, save_tensors
 from wmcli.training.device import derived_seed
+from wmcli.world_models.base import WorldModel
 
 NONE = "none"  # in place of a reference: start without a tokenizer
 JOINT = "model/dynamics/tokenizer."  # prefix of a tokenizer's weights inside those of its dynamics model
@@ -99,6 +103,8 @@ def train_dynamics(
         if planner is not None:
             targets = SearchTargets(replay, world_model.action_space)
             targets.load(read_part(planner.file(TRAINING), "targets"))
+        if line := _learned_otherwise(context, world_model, replay, frames.name):
+            context.progress.warn(line)
         return DynamicsTrainer(
             world_model,
             replay,
@@ -137,6 +143,33 @@ def train_dynamics(
     if settings.trains_tokenizer:
         ranks.first(lambda: _publish_tokenizer(context, artifact))
     return artifact
+
+
+def _learned_otherwise(context: Context, world_model: WorldModel, replay: Replay, name: str) -> str | None:
+    """Return a warning if each frame is learned from more or less often than those of a script's `collect.episodes`.
+
+    The updates may follow from these ("50 epochs"), and the experience have others: more collects, those of another
+    run, imported ones.
+    """
+    settings, task = context.settings, TASKS.get(context.settings.environment.id)
+    if task is None or not isinstance(settings.collect, EpisodesCollectSettings):
+        return None
+    learned, episodes = settings.dynamics.updates * settings.dynamics.batch, settings.collect.episodes
+    planned = np.full(episodes, task.context + task.query)
+    if world_model.across_ends:
+        planned = planned.sum(keepdims=True)
+    here, there = (
+        learned * frames_per_row(world_model, lengths) / lengths.sum()
+        for lengths in (replay.runs(world_model.across_ends)[0].length, planned)
+    )
+    if not here or np.isclose(here, there):
+        return None
+    updates = settings.dynamics.updates
+    return (
+        f"dynamics.updates = {updates} learn {here:.3g} times from each of the {len(replay)} frames of {name}, and"
+        f" {there:.3g} times from those of collect.episodes = {episodes}: to learn as often, set"
+        f" dynamics.updates={max(1, round(updates * there / here))}"
+    )
 
 
 def _tokenizer(context: Context, reference: str | None, parent: Artifact | None) -> Artifact | None:

@@ -22,7 +22,7 @@ from wmcli.assemble import load_world_model, settings_of
 from wmcli.errors import ArtifactError, UsageError
 from wmcli.experience import Replay
 from wmcli.experience.load import NONE_HELD_OUT, find_held_out
-from wmcli.metrics.memory_tasks import curve, estimate
+from wmcli.metrics.memory_tasks import curve, diverged_in, estimate, finite_or_infinite
 from wmcli.report.plots import Band, error_curves, write_figure
 from wmcli.settings import Settings
 from wmcli.spaces import Categories, Image, PartSpace, map_parts, parts_of
@@ -128,7 +128,7 @@ def _windows(world_model: WorldModel, replay: Replay, most: int) -> _Windows:
     closing = np.zeros(len(replay), bool) if replay.is_closing is None else replay.is_closing.cpu().numpy()
     ends = closing[replay.order[starts + lengths - 1]]  # the frame behind the last action is known
     frames = lengths + ~ends
-    observed = min(world_model.context, int(frames.max()) - 1)
+    observed = min(world_model.context, int(lengths.max()) - 1)  # of the longest, a known frame is left to imagine
     if observed < 1 or lengths.max() < 2:
         raise UsageError("the held-out episodes have one frame each, and dreaming begins behind one.")
     longest = world_model.settings.longest_imagination
@@ -164,7 +164,7 @@ def _measure(
     scores: dict[str, Any] = {"errors": {}, "curves": {}, "reward": None}
     for name, error in errors.items():
         scores["errors"][name] = estimate(_over_episodes(error, known, windows.episode))
-        scores["curves"][name] = curve(error, known)
+        scores["curves"][name] = curve(*_steps_of_episodes(error, known, windows.episode))
     if imagined is not None:
         constant = real[taken].mean()
         scores["reward"] = {
@@ -211,11 +211,20 @@ def _error(space: PartSpace, guess: Tensor, real: Tensor) -> Tensor:
 
 
 def _over_episodes(error: np.ndarray, counts: np.ndarray, episode: np.ndarray) -> np.ndarray:
-    """Return each episode's mean error (E,) over the frames of its windows that count, NaN where none does."""
+    """Return each episode's mean error (E,) over the frames of its windows that count, as `over_episodes` does."""
     total, number = np.zeros(episode.max() + 1), np.zeros(episode.max() + 1)
-    np.add.at(total, episode, (error * counts).sum(1))
+    np.add.at(total, episode, finite_or_infinite(np.where(counts, error, 0)).sum(1))
     np.add.at(number, episode, counts.sum(1))
     return np.where(number > 0, total / np.maximum(number, 1), np.nan)
+
+
+def _steps_of_episodes(error: np.ndarray, counts: np.ndarray, episode: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+    """Return each episode's mean error (E, H) at each step over its windows that count there, and where any does."""
+    shape = (episode.max() + 1, error.shape[1])
+    total, number = np.zeros(shape), np.zeros(shape)
+    np.add.at(total, episode, np.where(counts, error, 0))
+    np.add.at(number, episode, counts)
+    return total / np.maximum(number, 1), number > 0
 
 
 def _draw(
@@ -228,9 +237,10 @@ def _draw(
 ) -> None:
     """Write a film of the windows with the most frames, and the errors over the imagined steps."""
     length = windows.known.sum(1)
-    chosen = np.sort(np.argsort(-length, kind="stable")[:EPISODES])
-    rows = windows.rows[chosen, : length[chosen].min()]
-    if rows.shape[1] > windows.context:
+    longest = np.argsort(-length, kind="stable")[:EPISODES]
+    chosen = np.sort(longest[length[longest] > windows.context])
+    if len(chosen):
+        rows = windows.rows[chosen, : length[chosen].min()]
         frames, action = (take_rows(column, rows, replay.device) for column in (replay.observation, replay.action))
         write_side_by_side(work.payload, beside(world_model, frames, action, windows.context))
     title = context.settings.environment.id
@@ -263,6 +273,9 @@ def _cells(metrics: dict[str, Any]) -> Iterator[tuple[str, str]]:
     if metrics["reward"] is not None:
         named |= {"reward": metrics["reward"]["error"], "constant reward": metrics["reward"]["constant"]}
     for name, error in named.items():
+        if said := diverged_in(error):
+            yield name, said
+            continue
         interval = "" if error["low"] is None else f" ({error['low']:.3g}-{error['high']:.3g})"
         yield name, f"{error['value']:.3g}{interval}"
 

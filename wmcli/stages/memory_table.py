@@ -14,6 +14,7 @@ import numpy as np
 from wmcli.artifacts import Artifact
 from wmcli.assemble import settings_of
 from wmcli.errors import UsageError
+from wmcli.metrics.memory_tasks import diverged_in
 from wmcli.report.plots import error_curves, write_figure
 from wmcli.settings import flatten
 
@@ -90,6 +91,8 @@ class ModelRuns(NamedTuple):
     """The settings in which it differs from others of that name."""
     metrics: list[dict[str, Any]]
     """Of each run."""
+    places: list[int]
+    """Of these runs among the evaluations."""
 
 
 Curve = tuple[Sequence[int], Sequence[Sequence[float | None]]]
@@ -151,7 +154,7 @@ def table(evaluations: Sequence[Artifact]) -> list[dict[str, Any]]:
     Accuracies are in %. Models of one name show the settings in which they differ.
     """
     rows = []
-    for environment, model, note, runs in _rows(evaluations):
+    for environment, model, note, runs, _ in _rows(evaluations):
         cells = _cells(runs)
         paper = PAPER.get((runs[0]["protocol"], environment), {}).get(model, ())
         rows.append(
@@ -163,6 +166,11 @@ def table(evaluations: Sequence[Artifact]) -> list[dict[str, Any]]:
         )
     order = [column for row in sorted(rows, key=lambda row: "with" not in row) for column in row]
     return [{column: row.get(column, "-") for column in dict.fromkeys(order)} for row in rows]
+
+
+def pools(evaluations: Sequence[Artifact]) -> list[list[int]]:
+    """Return the places of the evaluations in each row of the table."""
+    return [row.places for row in _rows(evaluations)]
 
 
 def model_names(evaluations: Sequence[Artifact]) -> list[str]:
@@ -209,7 +217,8 @@ def _plot(measure: str, lines: dict[str, Any], environment: str) -> Figure:
     display = DISPLAYS[measure]
     if display.log:
         lines = {name: (x, (value, np.maximum(low, LOWEST), high)) for name, (x, (value, low, high)) in lines.items()}
-    return error_curves(lines, x_label=display.x_label, y_label=ERROR, title=environment, log=display.log)
+    log = display.log and any(np.isfinite(value).any() for _, (value, *_) in lines.values())  # it has no empty axis
+    return error_curves(lines, x_label=display.x_label, y_label=ERROR, title=environment, log=log)
 
 
 def _over_runs(bands: np.ndarray) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
@@ -225,8 +234,8 @@ def _over_runs(bands: np.ndarray) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
 
 def _rows(evaluations: Sequence[Artifact]) -> list[ModelRuns]:
     """Group runs that differ in their seeds only, sorted by task and model."""
-    groups: dict[tuple[Any, ...], tuple[dict[str, Any], list[dict[str, Any]]]] = {}
-    for each in evaluations:
+    groups: dict[tuple[Any, ...], tuple[dict[str, Any], list[int]]] = {}
+    for place, each in enumerate(evaluations):
         metrics = each.metrics
         settings = {
             key: value
@@ -234,12 +243,12 @@ def _rows(evaluations: Sequence[Artifact]) -> list[ModelRuns]:
             if key.startswith(_MODEL_SECTIONS)
         }
         alike = metrics["environment"], _model(metrics), metrics["updates"], str(settings)
-        groups.setdefault(alike, (settings, []))[1].append(metrics)
+        groups.setdefault(alike, (settings, []))[1].append(place)
     rows = []
-    for (environment, model, *_), (settings, runs) in sorted(groups.items(), key=lambda item: item[0][:3]):
+    for (environment, model, *_), (settings, places) in sorted(groups.items(), key=lambda item: item[0][:3]):
         named_alike = [other for alike, (other, _) in groups.items() if alike[:2] == (environment, model)]
         note = {key: value for key, value in settings.items() if any(each[key] != value for each in named_alike)}
-        rows.append(ModelRuns(environment, model, note, runs))
+        rows.append(ModelRuns(environment, model, note, [evaluations[place].metrics for place in places], places))
     return rows
 
 
@@ -275,6 +284,8 @@ def _cells(runs: Sequence[dict[str, Any]]) -> dict[str, str]:
 def _cell(metrics: Sequence[Any], scale: float) -> str:
     """Return a cell from a metric of each run: a number, or an estimate with its interval."""
     estimates = [each if isinstance(each, dict) else {"value": each, "low": None, "high": None} for each in metrics]
+    if said := diverged_in(*estimates):
+        return said
     values = scale * np.array([each["value"] for each in estimates])
     form = (lambda value: f"{value:.1f}") if scale == 100 else (lambda value: f"{value:.3g}")
     if len(values) > 1:

@@ -38,7 +38,7 @@ from wmcli.report.images import columns_that_fit, side_by_side, strip, write_png
 from wmcli.settings import Measure, Settings
 from wmcli.stages.context import Context
 from wmcli.stages.memory_strips import RECALLED, Plan, plan_doors, plan_query, plan_recall
-from wmcli.stages.memory_table import DISPLAYS, model_names, plot_curves, summarize, table, write_curves
+from wmcli.stages.memory_table import DISPLAYS, model_names, plot_curves, pools, summarize, table, write_curves
 from wmcli.stages.opening import open_context
 from wmcli.stages.probe import probe
 from wmcli.stages.protocol import Protocol
@@ -272,7 +272,8 @@ def _recall(
         )
 
     error = np.concatenate(_map_batches(context, episodes, "recall", errors), 1)  # (K, E, frames)
-    by_k = {str(k): metrics.estimate(each.mean(1)) for k, each in zip(ks, error, strict=True)}
+    every = np.ones(error.shape[1:], bool)
+    by_k = {str(k): metrics.estimate(metrics.over_episodes(each, every)) for k, each in zip(ks, error, strict=True)}
     if context.pictures:
         values = [by_k[str(k)] for k in ks]
         band = tuple(np.array([value[key] for value in values], float) for key in ("value", "low", "high"))
@@ -290,7 +291,8 @@ def _reward(
         hits = []
         for context_frames in (frames.shape[1], task.context):
             last = roll_out(world_model, frames, action, context_frames)[:, -1]
-            hits.append((world_model.arrival_reward(last) > 0.5).cpu().numpy() == true)
+            reward = world_model.arrival_reward(last).cpu().numpy()
+            hits.append(((reward > 0.5) == true) & np.isfinite(reward))
         return np.stack(hits).astype(float)
 
     inference, imagination = np.concatenate(_map_batches(context, episodes, "reward", right), 1)
@@ -471,6 +473,7 @@ def _protocol(measure: Measure) -> Protocol:
         unfit=partial(unfit, measure),
         summarize=summarize,
         table=table,
+        pools=pools,
         reads_experience=True,
         plot_curves=plot_curves if DISPLAYS[measure].curve else None,
         draw_strips=partial(draw_strips, measure) if _MEASURES[measure].plan else None,

@@ -129,7 +129,8 @@ def probe(context: Context, world_model: WorldModel, task: Task, episodes: TaskE
         with torch.autocast(device.type, enabled=False):
             predictions = probes.predict(features.flatten(0, 1), truth_of(labels, device).pose)
         each = (*scores(*predictions, labels), *scores(*constant, labels))
-        results.append([of_frames.reshape(query.shape[:2]).mean(1) for of_frames in each])
+        every = np.ones(query.shape[:2], bool)
+        results.append([metrics.over_episodes(of_frames.reshape(every.shape), every) for of_frames in each])
     walls, objects, constant_walls, constant_objects = (
         metrics.estimate(np.concatenate(of_episodes)) for of_episodes in zip(*results, strict=True)
     )

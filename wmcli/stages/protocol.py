@@ -32,6 +32,8 @@ class Protocol:
     """Takes an evaluation. Returns it in one line."""
     table: Table
     """Takes evaluations. Returns the rows of a table."""
+    pools: Callable[[Sequence[Artifact]], list[list[int]]] | None = None
+    """Takes evaluations. Returns the places of those in each row of the table; None where each has a row of its own."""
     reads_experience: bool = False
     """Whether `evaluate` takes `experience`."""
     plot_curves: Callable[[Sequence[Artifact]], Figure] | None = None

@@ -300,6 +300,24 @@ def _differ_in_learning(group: Sequence[Score]) -> list[str]:
     return lines
 
 
+def differences_of_models(scores: Sequence[Score], rows: Sequence[Sequence[int]]) -> list[str]:
+    """List the differences between scores of dynamics models of several runs, one line each.
+
+    Over all: test episodes. Within a row of the table: other settings that learning depends on, and runs that agree
+    even in their seed.
+
+    Args:
+        scores: Of one protocol.
+        rows: Places of the scores that a row of the table pools, see `Protocol.pools`.
+    """
+    line = _differ("episodes", [(score.run, score.metrics["episodes"]) for score in scores])
+    lines = [line] if line else []
+    for places in rows:  # these tables have no --by
+        group = [scores[place] for place in places]
+        lines += [line.partition("; group them with")[0] for line in _differ_in_learning(group)]
+    return lines
+
+
 def _first(names: Sequence[str]) -> str:
     """Return the first names and the number of the others."""
     return ", ".join(names[:_NAMED]) + (f" and {len(names) - _NAMED} more" if len(names) > _NAMED else "")

@@ -102,6 +102,7 @@ def build_segment_sampler(
     Raises:
         UsageError: There is nothing to sample, or an episode is longer than its row.
     """
+    _check_long_enough(world_model, replay)
     if world_model.rows == "windows" and training.sampling == "prioritized":
         runs, order = replay.runs(world_model.across_ends)
         table = WindowTable(
@@ -139,6 +140,65 @@ def build_segment_sampler(
         sampling="windows",
         rng=rng,
     )
+
+
+def _check_long_enough(world_model: WorldModel, replay: Replay) -> None:
+    """Check that an episode, or a stream where segments run over the ends of episodes, holds what is learned from.
+
+    Raises:
+        UsageError: None does.
+    """
+    longest = int(replay.runs(world_model.across_ends)[0].length.max(initial=0))
+    frames = f"{longest} frame{'s' * (longest != 1)}"
+    if world_model.across_ends:
+        own = world_model.segment - world_model.history
+        if longest < own:
+            shorter = f", or set dynamics.sequence_length={longest}" if longest > 1 else ""
+            raise UsageError(
+                f"dynamics.sequence_length = {own}: the longest sequence of the experience has {frames}, the episodes"
+                f" of one environment together (dynamics.across_ends = true): collect more with wm collect{shorter}."
+            )
+        return
+    needed = world_model.min_segment
+    if longest >= needed:
+        return
+    settings = world_model.settings
+    if getattr(settings, "min_segment", 0):
+        key, remedy = f"min_segment = {needed}", f"dynamics.min_segment={longest}" if longest else ""
+    elif needed == world_model.min_context:
+        key, remedy = f"context = {settings.context}", f"dynamics.context={longest - 1}" if longest > 1 else ""
+    else:
+        key, remedy = f"rows = {world_model.rows}", ""
+        if not settings.reads_closing and bool((replay.terminated | replay.truncated).any()):
+            remedy = "dynamics.closing_frames=true, which adds the frame behind each last action"
+    raise UsageError(
+        f"dynamics.{key}: the longest episode of the experience has {frames}, and dynamics learn from {needed} in a"
+        f" row: collect longer ones with wm collect{f', or set {remedy}' if remedy else ''}."
+    )
+
+
+def frames_per_row(world_model: WorldModel, lengths: np.ndarray) -> float:
+    """Return the mean number of frames that a row of a batch learns from, where windows are sampled uniformly.
+
+    Args:
+        world_model: Determines the rows.
+        lengths: Frames of each run that rows are taken from, see `Replay.runs`. (E,)
+
+    Returns:
+        Frames without padding and `history`; 0 where every run is too short for a row.
+    """
+    own = world_model.segment - world_model.history
+    if world_model.rows == "streams":
+        return own if len(lengths) else 0.0
+    if world_model.rows == "episodes":
+        whole = lengths[lengths >= world_model.min_segment]
+        return float(whole.mean()) if len(whole) else 0.0
+    minimum = own if world_model.across_ends else world_model.min_segment
+    lengths = lengths[lengths >= minimum]
+    full = np.maximum(lengths - own + 1, 0)  # windows without padding; the others have `minimum` to `longest` frames
+    longest = np.minimum(lengths, own - 1)
+    padded = (longest + minimum) * (longest - minimum + 1) // 2  # frames of these
+    return float((full * own + padded).sum() / (lengths - minimum + 1).sum()) if len(lengths) else 0.0
 
 
 def check_episode_fits(longest: int, length: int) -> None:

@@ -19,7 +19,7 @@ from wmcli.stages.protocols import PROTOCOLS
 from wmcli.stages.report.blocks import count, drawing, some, span, table, task
 from wmcli.stages.report.runs import ReportedRun
 from wmcli.stages.report.study import Study
-from wmcli.stages.scores import NORMALIZED, RETURN, differences
+from wmcli.stages.scores import NORMALIZED, RETURN, differences, differences_of_models
 from wmcli.stages.variants import AGGREGATES, games_table, with_interval
 
 MOST_TILES = 4  # of scores
@@ -204,6 +204,8 @@ def _protocol(study: Study, name: str) -> Iterator[Block]:
         return
     exact = [{"run": str(each.run), "evaluation": each.name} | each.metrics for each in evaluations]
     yield table(f"protocol-{name}", rows, f"{title} (`wm compare --protocol {name}`).", exact=exact)
+    if protocol.pools and (lines := differences_of_models(study.scores_of(name), protocol.pools(evaluations))):
+        yield Text("\n\n".join(f"{title}: {line}" for line in lines), "note")
     if protocol.plot_curves is None:
         return
     for place, environment in enumerate(dict.fromkeys(each.metrics["environment"] for each in evaluations)):

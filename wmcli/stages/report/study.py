@@ -120,9 +120,13 @@ class Study:
         scores = {name: [each.score for each in members if each.score] for name, members in self.variants.items()}
         return {name: members for name, members in scores.items() if members}
 
+    def scores_of(self, protocol: str) -> list[Score]:
+        """Return the scores under a protocol, one per run."""
+        return [each.scores[protocol] for each in self.runs if protocol in each.scores]
+
     def of_protocol(self, protocol: str) -> list[Artifact]:
         """Return the evaluations of a protocol, one per run."""
-        return [each.scores[protocol].evaluation for each in self.runs if protocol in each.scores]
+        return [score.evaluation for score in self.scores_of(protocol)]
 
     @property
     def protocols(self) -> list[str]:
