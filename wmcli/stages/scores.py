@@ -222,7 +222,7 @@ def differences(groups: Sequence[Sequence[Score]], by: Sequence[str] = ()) -> li
         if line := _differ(key, [(run, values[key]) for run, values in conditions if key in values]):
             lines.append(line)
     for group in groups:
-        lines += _differ_in_learning(group)
+        lines += _differ_in_learning(group, "; group them with: --by {}")
     return lines
 
 
@@ -274,7 +274,8 @@ def _differ(name: str, values: Sequence[tuple[Path, Any]]) -> str | None:
     return f"{name} differ: " + ", ".join(f"{value} ({_first(names)})" for value, names in runs.items())
 
 
-def _differ_in_learning(group: Sequence[Score]) -> list[str]:
+def _differ_in_learning(group: Sequence[Score], remedy: str = "") -> list[str]:
+    """List what differs within scores that are pooled. The `remedy` takes a setting in which they differ."""
     every = [flatten(settings_of(score.evaluation)) for score in group]
     acting = {key for score in group for key in _conditions(score)}
     keys = [key for key in dict.fromkeys(key for each in every for key in each) if not key.startswith(NOT_LEARNING)]
@@ -285,8 +286,7 @@ def _differ_in_learning(group: Sequence[Score]) -> list[str]:
     if other:
         runs = _first([str(score.run) for score in group])
         lines.append(
-            f"runs of different settings are pooled into one number: {_first(other)} ({runs}); group them with: --by"
-            f" {other[0]}"
+            f"runs of different settings are pooled into one number: {_first(other)} ({runs}){remedy.format(other[0])}"
         )
     same: dict[str, list[str]] = {}
     for score, each in zip(group, every, strict=True):
@@ -313,8 +313,7 @@ def differences_of_models(scores: Sequence[Score], rows: Sequence[Sequence[int]]
     line = _differ("episodes", [(score.run, score.metrics["episodes"]) for score in scores])
     lines = [line] if line else []
     for places in rows:  # these tables have no --by
-        group = [scores[place] for place in places]
-        lines += [line.partition("; group them with")[0] for line in _differ_in_learning(group)]
+        lines += _differ_in_learning([scores[place] for place in places])
     return lines
 
 
