@@ -190,6 +190,12 @@ def test_a_sweep_has_the_rows_of_its_comparison(tmp_path: Path) -> None:
     assert {row["attempts"] for row in exact(document, "cost-by-run")} == {2}
     assert "seed-2: has not begun; see: wm sweep status" in texts(document, "headline")
     assert lines(document)[0] == f"wm sweep {file}"
+    for run in sweep.runs[:3]:
+        Run.open(run.folder, create=False).bind(run.preset, resolve(run.preset, run.overrides).plain())
+    file.write_text(file.read_text() + "[settings]\ndynamics.batch = 8\n")
+    changed = composed(suite=_read_suite(file))
+    assert "seed-1: made with other settings than" in texts(changed, "headline")
+    assert len(exact(changed, "cost-by-run")) == len(exact(document, "cost-by-run")) - 3
 
 
 def test_pairs_of_variants_are_compared_the_right_way_round(suite: list[Path], tmp_path: Path) -> None:

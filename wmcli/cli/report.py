@@ -63,12 +63,11 @@ def report(
 def _read_suite(file: Path) -> Suite:
     """Read what a sweep knows of its runs."""
     from wmcli.stages.report import Suite
-    from wmcli.sweeps.attempt import read_record
     from wmcli.sweeps.plan import read_sweep
+    from wmcli.sweeps.tables import changed_runs, sweep_records
 
     plan = read_sweep(file)
     variants: dict[str, list[Path]] = {}
     for run in plan.runs:
         variants.setdefault(run.variant, []).append(run.folder)
-    records = {run.folder: record for run in plan.runs if (record := read_record(run, plan.records)) is not None}
-    return Suite(file, variants, records)
+    return Suite(file, variants, sweep_records(plan), changed_runs(plan))

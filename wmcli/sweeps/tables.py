@@ -48,6 +48,17 @@ def begun_runs(sweep: Sweep, progress: Progress) -> dict[str, list[Path]]:
     return folders
 
 
+def changed_runs(sweep: Sweep) -> dict[Path, list[str]]:
+    """Return the settings in which runs that have begun differ from what the file has now, by folder, where any do."""
+    begun = ((run, Run.open(run.folder, create=False).bound()) for run in sweep.runs if (run.folder / BINDING).exists())
+    changed = {
+        run.folder: _changed_keys(run, read_record(run, sweep.records), bound["settings"])
+        for run, bound in begun
+        if bound
+    }
+    return {folder: keys for folder, keys in changed.items() if keys}
+
+
 def sweep_scores(sweep: Sweep, protocol: str, progress: Progress) -> tuple[dict[str, list[Score]], list[str]]:
     """Find the evaluation of each run of a sweep under a protocol.
 

@@ -62,10 +62,15 @@ def compose(
     if suite is None:
         places, left_out = find_all(paths), []
     else:
-        places = [path for members in suite.variants.values() for path in members if path.is_dir()]
-        begun = set(places)
-        missing = [path for members in suite.variants.values() for path in members if path not in begun]
-        left_out = [f"{path.name}: has not begun; see: wm sweep status {suite.file}" for path in missing]
+        every = [path for members in suite.variants.values() for path in members]
+        places = [path for path in every if path.is_dir() and path not in suite.changed]
+        left_out = [
+            f"{path.name}: has not begun; see: wm sweep status {suite.file}" for path in every if not path.is_dir()
+        ]
+        left_out += [
+            f"{path.name}: made with other settings than {suite.file} has now ({some(list(keys))})"
+            for path, keys in suite.changed.items()
+        ]
     runs, unread = read_runs(places, notes, progress)
     left_out += unread
     if not runs:

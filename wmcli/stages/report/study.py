@@ -31,6 +31,8 @@ class Suite(NamedTuple):
     """Run directories by variant."""
     records: Mapping[Path, Mapping[str, Any]]
     """What the sweep recorded of each run, by its directory."""
+    changed: Mapping[Path, Sequence[str]] = {}
+    """Settings of runs that were made with others than the sweep has now, by directory. The report leaves these out."""
 
 
 @dataclass
