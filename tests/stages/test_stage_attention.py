@@ -211,6 +211,12 @@ def test_the_command_draws_variants_in_one_picture(
 
     capsys.readouterr()
     monkeypatch.setattr(stage, "measure", lambda *_: pytest.fail("computed before the refusal"))
+    for option in ("--attention", "--priors"):
+        assert command(["compare", *runs, "--by", "seed", option, str(tmp_path / "b.png"), "-q"]) == 2
+        assert capsys.readouterr().err == (
+            "wm compare: seed=1: the runs have different attention priors, whose mean says nothing: add --by"
+            " backbone.prior.kind.\n"
+        )
     assert command(["compare", *runs, str(evaluated["gru"]), "--attention", str(tmp_path / "b.png"), "-q"]) == 2
     error = capsys.readouterr().err
     assert error == f"wm compare: {evaluated['gru']}: --attention is of transformers, and backbone.kind = gru.\n"

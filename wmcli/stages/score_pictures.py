@@ -27,7 +27,7 @@ from wmcli.report.plots import (
     write_figure,
 )
 from wmcli.stages.evaluate import PROTOCOL
-from wmcli.stages.pictures import logged_priors, plot_prior_groups, plot_priors
+from wmcli.stages.pictures import check_same_priors, logged_priors, plot_prior_groups, plot_priors
 from wmcli.stages.pools import (
     Pool,
     compared_pairs,
@@ -314,7 +314,9 @@ def compare_priors(groups: Mapping[str, Sequence[Score]], out: Path, progress: P
         raise UsageError("no priors to draw; train dynamics whose backbone.prior.kind learns one.")
     if without := [name for name in logged if name not in learned]:
         progress.warn(f"not in the picture: {', '.join(without)}, without attention priors that are learned")
-    settings = {name: settings_of(groups[name][0].evaluation) for name in learned}
+    every = {name: [settings_of(score.evaluation) for score in groups[name]] for name in learned}
+    check_same_priors(every)
+    settings = {name: members[0] for name, members in every.items()}
     if len(learned) == 1:
         ((name, runs),) = learned.items()
         write_figure(out, plot_priors(runs, settings[name]))
