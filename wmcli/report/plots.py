@@ -50,6 +50,8 @@ _FILE_METADATA: dict[str, dict[str, None]] = {
     ".svg": {"Date": None},
     ".pdf": {"CreationDate": None},
 }
+SUFFIXES = tuple(_FILE_METADATA)
+"""Of the files that `write_figure` writes."""
 
 
 # -- metrics.jsonl ----------------------------------------------------------------------------------------------------
