@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import sys
 import types
 from pathlib import Path
@@ -106,6 +107,35 @@ def test_shares_stand_under_the_frames_and_that_of_the_action_is_amber():
             assert filled.sum() == round(shares[t, action] * SHARES)
             assert filled[::-1][: filled.sum()].all(), "it stands on the ground"
     assert (band[:, :, edges[:-1]] == images.BACKGROUND).all()
+
+
+@pytest.mark.parametrize("count", [18, 62, 80, 100, 192, 200, 240, 241, 1000])
+def test_of_many_actions_each_share_shows(count):
+    """240 pixels: bars lose their gaps, then neighbors share one, which is as high as the largest of their shares."""
+    rng = np.random.default_rng(count)
+    shares, taken = np.zeros((T, count)), rng.integers(count, size=T)
+    for row, action in zip(shares, taken, strict=True):
+        row[rng.choice(count, 5, replace=False)] = 0.125
+        row[action] = 0.25
+    shares[0, [0, count - 1]] = 0.001  # still a pixel
+    band = images.over_shares(frames(3), shares, list(taken))[:, 5 * H :]
+    for row, action, picture in zip(shares, taken, band, strict=True):
+        drawn = (picture != images.BACKGROUND).any(-1).sum(0)  # by pixel from left to right
+        amber = (picture == images.MARKER).all(-1).sum(0)
+        for each in range(count):
+            place = slice(math.floor(each * 5 * W / count), math.ceil((each + 1) * 5 * W / count) + 1)
+            assert drawn[place].max() >= math.ceil(row[each] * SHARES)
+        place = slice(math.floor(action * 5 * W / count), math.ceil((action + 1) * 5 * W / count) + 1)
+        assert amber[place].max() == 10 and amber.sum() == amber[place].sum()
+
+
+def test_a_share_of_an_action_not_taken_is_gray_beside_the_one_taken():
+    shares = np.zeros((1, 1000))
+    shares[0, 0], shares[0, 1] = 0.25, 0.75  # in one bar
+    for taken, colors in ((0, [images.MARKER] * 10 + [images.FAINT] * 20), (1, [images.MARKER] * 30)):
+        band = images.over_shares(frames(3, 1), shares, [taken])[0, 5 * H :]
+        assert [tuple(color) for color in band[::-1, 0][: len(colors)]] == colors
+        assert (band[: -len(colors)] == images.BACKGROUND).all()
 
 
 def test_captioned_keeps_the_frames_and_writes_below():

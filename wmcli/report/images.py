@@ -139,21 +139,32 @@ def _over_captions(frames: np.ndarray, captions: Sequence[Sequence[str]], lines:
 def over_shares(frames: np.ndarray, shares: np.ndarray, actions: Sequence[int]) -> np.ndarray:
     """Enlarge frames and draw the share of each action below them as a bar, that of the chosen action in amber.
 
+    A share above 0 has a pixel at least. Of more actions than pixels, neighbors stand in one bar, the largest behind.
+
     Args:
         frames: (T, H, W, 3).
         shares: (T, A), in [0, 1].
-        actions: T chosen actions.
+        actions: T chosen actions, -1 for none.
     """
     frames = upscale(_frames(frames))
     time, _, width = frames.shape[:3]
     assert len(shares) == len(actions) == time, (len(shares), len(actions), time)
     band = np.empty((time, _SHARES, width, 3), dtype=np.uint8)
     band[:] = BACKGROUND
-    edges = np.linspace(0, width, shares.shape[1] + 1).round().astype(int)
-    for index, (row, chosen) in enumerate(zip(shares, actions, strict=True)):
-        for action, share in enumerate(row):
-            bar = band[index, _SHARES - round(float(share) * _SHARES) :, edges[action] + 1 : edges[action + 1] - 1]
-            bar[:] = MARKER if action == int(chosen) else FAINT
+    count = shares.shape[1]
+    bars = min(count, width)
+    edges = np.linspace(0, width, bars + 1).round().astype(int)
+    lefts, rights = edges[:-1] + (width >= 2 * bars), edges[1:] - (width >= 3 * bars)  # gaps where there is room
+    bar_of = np.arange(count) * bars // count
+    heights = np.maximum((shares * _SHARES).round().astype(int), shares > 0)
+    for index, (row, chosen) in enumerate(zip(heights, actions, strict=True)):
+        highest = np.zeros(bars, int)
+        np.maximum.at(highest, bar_of, row)
+        for bar, height in enumerate(highest):
+            band[index, _SHARES - height :, lefts[bar] : rights[bar]] = FAINT
+        if chosen >= 0:
+            bar = bar_of[chosen]
+            band[index, _SHARES - row[chosen] :, lefts[bar] : rights[bar]] = MARKER
     return np.concatenate((frames, band), axis=1)
 
 
