@@ -136,6 +136,8 @@ def test_compared_curves_has_a_panel_per_metric_and_a_line_per_name():
     (legend,) = figure.legends
     assert [text.get_text() for text in legend.get_texts()] == ["gru", "s5"]
     assert not plots.compared_curves({"gru": curves["gru"]}).legends
+    (legend,) = plots.compared_curves({"gru": {"loss": (few, few, few - 1, few + 1)}}, band="a deviation").legends
+    assert [text.get_text() for text in legend.get_texts()] == ["gru", "band: a deviation"]
     with pytest.raises(UsageError, match="no training records to draw"):
         plots.compared_curves({"gru": {}})
 
@@ -329,10 +331,10 @@ def test_returns_over_are_a_line_for_one_run_and_mean_and_shade_for_several():
     )
     (axes,) = figure.axes
     lines = named(axes)
-    assert list(lines) == ["gru", "s4 (2 runs)"]
+    assert list(lines) == ["gru (1 run)", "s4 (2 runs)"]  # of one there is no band
     (legend,) = figure.legends
     assert [text.get_text() for text in legend.get_texts()][-1] == "band: 95 % bootstrap interval of the mean over runs"
-    np.testing.assert_array_equal(lines["gru"].get_xydata(), [[0, 0], [1000, 3], [2000, 4]])
+    np.testing.assert_array_equal(lines["gru (1 run)"].get_xydata(), [[0, 0], [1000, 3], [2000, 4]])
     # Where both seeds were evaluated, at the steps of either: (0+4)/2, (1+6)/2, (2+4)/2.
     np.testing.assert_array_equal(lines["s4 (2 runs)"].get_xydata(), [[0, 2], [500, 3.5], [1000, 3]])
     (shade, _) = axes.collections  # the other one is in the legend
@@ -340,7 +342,7 @@ def test_returns_over_are_a_line_for_one_run_and_mean_and_shade_for_several():
     assert {(500.0, 1.0), (500.0, 6.0), (1000.0, 2.0), (1000.0, 4.0)} <= set(map(tuple, corners.tolist()))
     thin = [line for line in axes.get_lines() if line.get_color() == lines["s4 (2 runs)"].get_color()]
     assert [len(line.get_xdata()) for line in thin] == [2, 3, 3], "each seed is there in full"
-    assert lines["gru"].get_color() != lines["s4 (2 runs)"].get_color()
+    assert lines["gru (1 run)"].get_color() != lines["s4 (2 runs)"].get_color()
     assert [text.get_text() for text in axes.texts] == ["random -1"]
     assert axes.get_xlabel() == "environment steps" and axes.get_xlim()[0] == 0
 

@@ -171,6 +171,7 @@ def compared_curves(
     *,
     faint: Mapping[str, Mapping[str, tuple[np.ndarray, ...]]] | None = None,
     title: str = "",
+    band: str = "",
     columns: int = 3,
 ) -> Figure:
     """Draw one panel per metric against the updates, a line for each name.
@@ -180,6 +181,7 @@ def compared_curves(
             behind them possibly the limits of a band, low and high (K,).
         faint: Dotted lines in the colors of the same names, without limits.
         title: Title of the figure.
+        band: What the bands show, for the legend.
         columns: Largest number of panels side by side.
 
     Raises:
@@ -207,8 +209,10 @@ def compared_curves(
                     axes.fill_between(x, *limits, color=look["color"], alpha=0.15, linewidth=0)
             if faint and metrics[index] in faint.get(name, {}):
                 axes.plot(*faint[name][metrics[index]], color=look["color"], linestyle=":", linewidth=1, alpha=0.7)
-            if index == 0 and len(curves) > 1:
+            if index == 0 and (len(curves) > 1 or band):
                 axes.plot([], [], **look, label=name)
+        if index == 0 and band:
+            _name_band(axes, band)
         _finish_metric(axes, metrics[index], lowest=index + columns >= len(metrics))
     legend_below(figure, grid[0, 0])
     return figure
@@ -272,7 +276,8 @@ def returns_over(
     """Draw mean returns of several runs against environment steps or time, one color per group of runs.
 
     One run is one line. Several runs are thin lines with a thick one for their mean, and a band, which the legend
-    names. The mean covers the steps that all runs of the group reach; runs are interpolated linearly.
+    names; it counts the runs of each group then. The mean covers the steps that all runs of the group reach; runs are
+    interpolated linearly.
 
     Args:
         groups: name -> one sequence per run of (step or time, mean return) in any order. Of several returns at one
@@ -291,13 +296,14 @@ def returns_over(
     figure = new_figure(6.4, 3.8)
     axes = figure.subplots()
     _style(axes)
+    is_banded = any(len(runs) > 1 for runs in groups.values())
     for (name, runs), style in zip(groups.items(), _styles(len(groups)), strict=True):
         lines = [_by_step(run) for run in runs]
         if not lines or not all(len(steps) for steps, _ in lines):
             raise UsageError(f"{name}: a run without returns cannot be drawn; make some with: wm eval --run RUN")
         if len(lines) == 1:
             steps, returns = lines[0]
-            axes.plot(steps, returns, **style | _marked(len(steps)), label=name)
+            axes.plot(steps, returns, **style | _marked(len(steps)), label=f"{name} (1 run)" if is_banded else name)
             continue
         for steps, returns in lines:
             axes.plot(steps, returns, **style | _THIN | _marked(len(steps)))
@@ -309,8 +315,8 @@ def returns_over(
         axes.fill_between(common, bottom, top, color=style["color"], alpha=0.15, linewidth=0)
         if len(common) == 1:  # a band has no width there
             axes.vlines(common, bottom, top, color=style["color"], linewidth=1.2)
-    if any(len(runs) > 1 for runs in groups.values()):
-        axes.fill_between([], [], [], color=_GREY, alpha=0.3, linewidth=0, label=f"band: {_BANDS[band]}")
+    if is_banded:
+        _name_band(axes, _BANDS[band])
     _finish_returns(figure, axes, references or {}, title, x_label)
     return figure
 
@@ -781,6 +787,11 @@ def _banded(axes: Axes, x: Sequence[float] | np.ndarray, band: Band, style: dict
     if low is not None and high is not None:
         axes.fill_between(x, low, high, color=style["color"], alpha=0.15, linewidth=0)
     return line
+
+
+def _name_band(axes: Axes, text: str) -> None:
+    """Tell in the legend what bands show."""
+    axes.fill_between([], [], [], color=_GREY, alpha=0.3, linewidth=0, label=f"band: {text}")
 
 
 def named_rows(axes: Axes, names: Sequence[str]) -> None:
