@@ -476,6 +476,16 @@ def test_profiles_have_a_line_for_each_group_and_published_column_with_runs(
         assert (low <= share).all() and (share <= high).all() and (low < high).any()
 
 
+@pytest.mark.parametrize("score", [0.5, 0.0, -21.0, 0.1 + 0.2])
+def test_a_profile_of_equal_scores_falls_where_they_are(score: float, profiles: list[Any]) -> None:
+    table = {"wm/Catch-v0": np.array([score, score * (1 + 1e-15)])}
+    pictures.plot_profiles({name: pools.Pool(table, None) for name in ("gru", "s4")})
+    ((taus, bands, _),) = profiles
+    share, *_ = bands["gru"]
+    assert taus[0] < score - 0.01 and score + 0.01 < taus[-1]
+    assert share[0] == 1 and share[-1] == 0 and (np.diff(taus) > 0).all()
+
+
 def test_profiles_are_of_the_environments_that_all_groups_have(
     tmp_path: Path, profiles: list[Any], capsys: pytest.CaptureFixture[str]
 ) -> None:

@@ -45,6 +45,9 @@ _NOT_METRICS = ("time", "began", "stage", "job", "version", "epoch", "environmen
 STEPS = "environment steps"
 _SMOOTH_FROM = 60  # points from which a smoothed line is laid over the raw one
 _POINTS = 2000  # drawn per line at most
+_LINE = 0.16  # height of a legend's line [inches]
+_LEGEND_LINES = 1  # for which a figure has room
+_MOST_BANDS = 10  # of which each is as dark as a single one
 _FILE_METADATA: dict[str, dict[str, None]] = {
     ".png": {"Software": None},
     ".svg": {"Date": None},
@@ -206,7 +209,7 @@ def compared_curves(
                 x, y, *limits = lines[metrics[index]]
                 _line(axes, x, y, **look)
                 if limits:
-                    axes.fill_between(x, *limits, color=look["color"], alpha=0.15, linewidth=0)
+                    axes.fill_between(x, *limits, color=look["color"], alpha=_opacity(len(curves)), linewidth=0)
             if faint and metrics[index] in faint.get(name, {}):
                 axes.plot(*faint[name][metrics[index]], color=look["color"], linestyle=":", linewidth=1, alpha=0.7)
             if index == 0 and (len(curves) > 1 or band):
@@ -312,7 +315,7 @@ def returns_over(
         curves = np.array([np.interp(common, steps, returns) for steps, returns in lines])  # (runs, K)
         axes.plot(common, curves.mean(0), **style | _marked(len(common)), label=f"{name} ({len(lines)} runs)")
         bottom, top = _band(curves, band)
-        axes.fill_between(common, bottom, top, color=style["color"], alpha=0.15, linewidth=0)
+        axes.fill_between(common, bottom, top, color=style["color"], alpha=_opacity(len(groups)), linewidth=0)
         if len(common) == 1:  # a band has no width there
             axes.vlines(common, bottom, top, color=style["color"], linewidth=1.2)
     if is_banded:
@@ -378,7 +381,7 @@ def performance_profiles(
     axes = figure.subplots()
     _style(axes)
     for (name, band), style in zip(profiles.items(), _styles(len(profiles)), strict=True):
-        _banded(axes, thresholds, band, style, name)
+        _banded(axes, thresholds, band, style, name, _opacity(len(profiles)))
     axes.set_ylim(0, 1.02)
     axes.margins(x=0)
     axes.yaxis.set_major_formatter(lambda share, _: f"{100 * share:.0f} %")
@@ -443,11 +446,11 @@ def improvement(pairs: Mapping[tuple[str, str], Interval], *, title: str = "") -
     for place, interval in enumerate(pairs.values()):
         _interval(axes, place, interval, COLORS[0])
     others = axes.secondary_yaxis("right")
-    others.set_yticks(range(len(pairs)), [_shortened(other) for _, other in pairs])
+    others.set_yticks(range(len(pairs)), [shortened(other) for _, other in pairs])
     others.tick_params(length=0, labelsize=8, labelcolor=INK)
     others.spines["right"].set_visible(False)
     axes.axvline(0.5, color=INK, linewidth=1, linestyle=(0, (4, 3)), zorder=1)
-    axes.set_xlim(0, 1)
+    axes.set_xlim(-0.02, 1.02)  # 0 and 1 are seen
     axes.set_xticks(np.linspace(0, 1, 5))
     axes.xaxis.set_major_formatter(_count)
     axes.set_xlabel("probability that a run of the left scores higher than one of the right", fontsize=9, color=INK)
@@ -494,7 +497,7 @@ def cost_by_length(
         axes.set_xlabel(x_label, color=INK)
     figure.legend(
         [handles[name] for name in names],
-        [_shortened(name) for name in names],
+        [shortened(name) for name in names],
         loc="outside right center",
         handlelength=3.2,
         frameon=False,
@@ -579,7 +582,7 @@ def error_curves(
     axes = figure.subplots()
     _style(axes)
     for (name, (x, band)), style in zip(lines.items(), _styles(len(lines)), strict=True):
-        _banded(axes, x, band, style, name)
+        _banded(axes, x, band, style, name, _opacity(len(lines)))
     if log:
         axes.set_yscale("log")
         bottom, top = axes.get_ylim()
@@ -780,12 +783,24 @@ def _marked(points: int) -> dict[str, Any]:
     return {} if points < 30 else {"marker": ""}
 
 
-def _banded(axes: Axes, x: Sequence[float] | np.ndarray, band: Band, style: dict[str, Any], name: str) -> Line2D:
+def _opacity(bands: int) -> float:
+    """Return the opacity of each of so many bands, which may all lie on each other."""
+    return 0.15 * min(1.0, _MOST_BANDS / bands)
+
+
+def _banded(
+    axes: Axes,
+    x: Sequence[float] | np.ndarray,
+    band: Band,
+    style: dict[str, Any],
+    name: str,
+    opacity: float = 0.15,
+) -> Line2D:
     """Draw a line with its name, and the band between its limits if it has any; return the line."""
     value, low, high = band
     (line,) = axes.plot(x, value, **style, markevery=max(1, len(x) // 8), label=name)
     if low is not None and high is not None:
-        axes.fill_between(x, low, high, color=style["color"], alpha=0.15, linewidth=0)
+        axes.fill_between(x, low, high, color=style["color"], alpha=opacity, linewidth=0)
     return line
 
 
@@ -801,7 +816,7 @@ def named_rows(axes: Axes, names: Sequence[str]) -> None:
     axes.grid(False, axis="y")
     axes.use_sticky_edges = False  # a bar at the edge is hard to see
     axes.tick_params(axis="y", length=0)
-    axes.set_yticks(range(len(names)), [_shortened(name) for name in names])
+    axes.set_yticks(range(len(names)), [shortened(name) for name in names])
     axes.set_ylim(len(names) - 0.4, -0.6)
 
 
@@ -813,7 +828,7 @@ def _interval(axes: Axes, place: int, interval: Interval, color: str) -> None:
     axes.plot([value, value], [place - 0.2, place + 0.2], color=color, linewidth=2, solid_capstyle="butt")
 
 
-def _shortened(name: str, most: int = 34) -> str:
+def shortened(name: str, most: int = 34) -> str:
     """Return a name without its middle where it is long, since both ends tell variants apart."""
     half, name = (most - 1) // 2, _printable(name)
     return name if len(name) <= most else f"{name[:half]}…{name[-half:]}"
@@ -856,18 +871,19 @@ def _finish_returns(
 
 
 def legend_below(figure: Figure, axes: Axes) -> None:
-    """Put the legend below the plot, in as many columns as fit."""
+    """Put the legend below the plot, in as many columns as fit. The figure grows for a long one."""
     handles, names = axes.get_legend_handles_labels()
     if not names:
         return
     width = figure.get_figwidth() * 15  # letters of size 8, about
-    names = [_shortened(name, int(width) - 9) for name in names]
-    columns = int(width / (max(map(len, names)) + 9))
+    names = [shortened(name, int(width) - 9) for name in names]
+    columns = max(1, min(int(width / (max(map(len, names)) + 9)), len(names)))
+    figure.set_figheight(figure.get_figheight() + _LINE * max(0, math.ceil(len(names) / columns) - _LEGEND_LINES))
     figure.legend(
         handles,
         names,
         loc="outside lower center",
-        ncols=max(1, min(columns, len(names))),
+        ncols=columns,
         handlelength=3.2,
         frameon=False,
         fontsize=8,

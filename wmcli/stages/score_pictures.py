@@ -164,7 +164,8 @@ def plot_profiles(pools: Mapping[str, Pool]) -> Figure:
     unit = _pooled_unit(pools)
     tasks = {label: in_unit(pool, unit) for label, pool in pools.items()}
     values = np.concatenate([runs for table in tasks.values() for runs in table.values()])
-    margin = 0.05 * np.ptp(values)  # shows the lines at 100 % and at 0
+    spread, size = np.ptp(values), np.abs(values).max()
+    margin = 0.05 * (spread if spread > 1e-9 * size else size or 1.0)  # shows the lines at 100 % and at 0
     thresholds = np.linspace(values.min() - margin, values.max() + margin, PROFILE_POINTS)
     rng = np.random.default_rng(0)
     profiles = {label: statistics.performance_profile(table, thresholds, rng)[1:] for label, table in tasks.items()}
