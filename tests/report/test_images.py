@@ -84,11 +84,14 @@ def test_captions_say_step_action_reward_and_return():
     assert images.play_captions([0], [0.0], None, [0.125]) == [
         "step 0   action 0\nreward 0   return 0\nsearched value 0.12"
     ]
+    assert images.play_captions([[-0.0, -0.5]], [-0.0], None, [-0.004]) == [
+        "step 0   action 0 -0.5\nreward 0   return 0\nsearched value 0.00"
+    ]
 
 
 def test_numbers_are_short_and_scores_whole():
-    values = (0, -0.5, np.float32(0.1), 1 / 3, -20.0, 999.96, 15376.5, 1234567.0)
-    want = ["0", "-0.5", "0.1", "0.3333", "-20", "1000", "15376.5", "1234567"]
+    values = (0, -0.0, -0.5, np.float32(0.1), 1 / 3, -20.0, 999.96, 15376.5, 1234567.0)
+    want = ["0", "0", "-0.5", "0.1", "0.3333", "-20", "1000", "15376.5", "1234567"]
     assert [images.short_number(float(value)) for value in values] == want
 
 
@@ -231,6 +234,41 @@ def test_a_long_strip_goes_on_below(side, columns):
     assert marked[:, 0].min() == block + 4 * GAP and marked[:, 0].max() == 2 * block + 4 * GAP - 1
     assert set(marked[:, 1].tolist()) == {margin + tile, margin + tile + 1}
     assert (picture[-block:, margin + columns[2] * (tile + GAP) :] == images.BACKGROUND).all()
+
+
+def written(picture):
+    """Columns of a heading with text."""
+    return np.flatnonzero((picture != images.BACKGROUND).any(-1).any(0))
+
+
+def test_long_names_of_rows_are_cut_in_the_middle_and_leave_room_for_frames():
+    long = "a preset of a very long name, runs/of/a/study/in/a/deep/folder/of/seed-{}: reward 0.25"
+    labels = [long.format(seed) for seed in (1, 2)]
+    picture = images.strip({label: frames(1) for label in labels})
+    tile = 3 * W + GAP
+    assert picture.shape[1] == images._WIDEST_LABEL + T * tile - GAP and images.columns_that_fit(frames(1), labels) > T
+    one, other = (picture[BAR + row * (3 * H + GAP) :][: 3 * H, : images._WIDEST_LABEL] for row in (0, 1))
+    assert (one != other).any(), "the ends tell them apart"
+    assert not (written(one) > images._WIDEST_LABEL - 2).any()
+    assert images._shortened("short", 100) == "short"
+    cut = images._shortened(labels[0], 160)
+    start, _, end = cut.partition("…")
+    assert labels[0].startswith(start) and labels[0].endswith(end) and "seed-1: reward 0.25".endswith(end[-12:])
+    assert images._font().getlength(cut) <= 160
+
+
+def test_headings_of_narrow_frames_show_all_digits(monkeypatch):
+    narrow = np.full((2000, 64, 8, 3), 99, np.uint8)
+    said = []
+    text = images._text
+    monkeypatch.setattr(
+        images, "_text", lambda line, width, *a, **k: said.append((line, width)) or text(line, width, *a, **k)
+    )
+    picture = images.strip({"real": narrow}, steps=[1000, 1500, 1999])
+    headings = [(line, width) for line, width in said if line[-1].isdigit()]
+    assert [line for line, _ in headings] == ["1000", "1500", "1999"]  # "t = 1000" has no room
+    assert all(images._font().getlength(line) <= width - 4 for line, width in headings)
+    assert ((picture == 99).all(-1).sum(1) == 3 * 16).sum() == 128, "frames are not stretched"
 
 
 def test_side_by_side_takes_captions_and_says_when_the_real_side_is_over():
