@@ -414,6 +414,17 @@ def test_published_scores_are_lines_in_the_curves_of_their_game_and_games_have_f
     assert warnings(capsys) == [f"warning: {line}"]
 
 
+def test_pictures_of_several_environments_have_files_that_differ(tmp_path: Path) -> None:
+    out = tmp_path / "x.png"
+
+    def names(*environments: str) -> list[str]:
+        return [file.name for file in pictures.picture_files(out, environments).values()]
+
+    assert names("ALE/Pong-v5") == ["x.png"]
+    assert names("ALE/Pong-v5", "wm/Catch-v0") == ["x-Pong-v5.png", "x-Catch-v0.png"]
+    assert names("ALE/Pong-v5", "mine/Pong-v5") == ["x-ALE-Pong-v5.png", "x-mine-Pong-v5.png"]
+
+
 def test_a_run_without_evaluation_ends_in_the_command_that_makes_one(tmp_path: Path, elsewhere: Path) -> None:
     line = f"{elsewhere} has no evaluation of --protocol returns; make one with: wm eval --run {elsewhere}"
     with pytest.raises(ArtifactError, match=line):

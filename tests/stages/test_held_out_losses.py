@@ -349,7 +349,7 @@ def test_losses_of_variants_are_drawn_with_a_band_over_seeds(
     np.testing.assert_allclose(high - mean, np.std([[4, 2], [6, 5]], axis=0, ddof=1))
     np.testing.assert_allclose(mean - low, high - mean)
     assert [len(curve) for curve in held["dynamics.prediction=sequential (1 run)"].values()] == [2]
-    assert given["band"] == "one standard deviation over runs to either side"
+    assert given["band"] == "one standard deviation over runs"
     trained = given["faint"]["dynamics.prediction=pop (2 runs)"]["observation_loss"]
     assert [each.tolist() for each in trained] == [[10, 20], [6.0, 4.5]]
     assert (tmp_path / "l.png").stat().st_size > 5000 and "other frames" not in capsys.readouterr().err

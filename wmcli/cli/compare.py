@@ -414,19 +414,17 @@ def _draw(
 def _draw_by_task(found: _Found, protocol: Protocol, pictures: Mapping[str, Path]) -> None:
     """Draw curves and strips of evaluations of dynamics. Of several tasks each has a file of its own."""
     from wmcli.report.plots import write_figure
-    from wmcli.stages.score_pictures import beside
+    from wmcli.stages.score_pictures import picture_files
 
     tasks = list(dict.fromkeys(score.environment for score in found.scores))
+    files = {name: picture_files(path, tasks) for name, path in pictures.items()}
     for task in tasks:
-        files = {
-            name: path if len(tasks) == 1 else beside(path, task.rpartition("/")[2]) for name, path in pictures.items()
-        }
         lines = [[score for score in members if score.environment == task] for members in found.lines.values()]
         if "curves" in pictures and protocol.plot_curves:
             alike = [score.evaluation for members in lines for score in members]
-            write_figure(files["curves"], protocol.plot_curves(alike))
+            write_figure(files["curves"][task], protocol.plot_curves(alike))
         if "strips" in pictures and protocol.draw_strips:  # a model a row, of a variant the first run
-            protocol.draw_strips([members[0].evaluation for members in lines if members], files["strips"])
+            protocol.draw_strips([members[0].evaluation for members in lines if members], files["strips"][task])
 
 
 # -- tables -----------------------------------------------------------------------------------------------------------

@@ -22,7 +22,7 @@ NO_LOSSES = ("nonzero_rewards", "nonzero_rewards_hit")  # logged beside losses, 
 SCORED = "dynamics.observation_burn_in"
 """Which frames of a segment count in the observation loss of a token model."""
 
-BAND = "one standard deviation over runs to either side"
+BAND = "one standard deviation over runs"
 
 Curve = tuple[np.ndarray, np.ndarray]
 

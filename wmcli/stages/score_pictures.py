@@ -95,6 +95,7 @@ def draw_curves(
         return read_curve(score, Run.open(score.run, create=False).history() if times else None, progress)
 
     environments = list(dict.fromkeys(score.environment for members in groups.values() for score in members))
+    files = picture_files(out, environments)
     for environment in environments:
         alike = {
             label: [each for each in members if each.environment == environment] for label, members in groups.items()
@@ -105,8 +106,7 @@ def draw_curves(
         if lacking := [name for name, value in values.items() if value is None]:
             progress.warn(f"the curves of {environment} have no line of {', '.join(lacking)}: no score is published")
         baselines = {name: value for name, value in values.items() if value is not None}
-        file = out if len(environments) == 1 else beside(out, environment.rpartition("/")[2])
-        write_figure(file, plot_lines(alike, curves, over, band, baselines))
+        write_figure(files[environment], plot_lines(alike, curves, over, band, baselines))
 
 
 def plot_lines(
@@ -325,7 +325,14 @@ def compare_priors(groups: Mapping[str, Sequence[Score]], out: Path, progress: P
         write_figure(out, plot_prior_groups(learned, settings))
 
 
-def beside(path: Path, name: str) -> Path:
-    """Return a file for one of several pictures: with a name behind that of `path`."""
-    ending = re.sub(r"[^\w.]+", "-", name)
-    return path.with_stem(f"{path.stem}-{ending}")
+def picture_files(path: Path, environments: Sequence[str]) -> dict[str, Path]:
+    """Return the file of each environment's picture: `path`, or of several with its name behind that of `path`."""
+    if len(environments) == 1:
+        return {environments[0]: path}
+    names = [environment.rpartition("/")[2] for environment in environments]
+    names = names if len({*names}) == len(names) else list(environments)
+    endings = [re.sub(r"[^\w.]+", "-", name) for name in names]
+    return {
+        environment: path.with_stem(f"{path.stem}-{ending}")
+        for environment, ending in zip(environments, endings, strict=True)
+    }
