@@ -178,10 +178,32 @@ def test_examples_name_presets_that_exist():
             ["compare", "runs/a", "--protocol", "probe", "--strips", "x.png"],
             "wm compare: --protocol probe has no strips: add --protocol generation",
         ),
-        (["compare", "runs/a", "--curves", "x.txt"], "wm compare: "),
+        *(
+            (
+                ["compare", "runs/a", "runs/b", "--published", "REM", f"--{name}", file],
+                f"wm compare: --{name}: cannot write {file}: {problem}",
+            )
+            for name in ("curves", "profiles", "intervals", "improvement", "priors", "attention", "losses")
+            for file, problem in (
+                ("x.txt", "its name must end in .png or .svg or .pdf, not '.txt'."),
+                ("none/x.png", "there is no folder none; create it first."),
+            )
+        ),
+        *(
+            (
+                ["compare", "runs/a", "--protocol", "generation", "--strips", f"x{suffix}"],
+                f"wm compare: --strips: cannot write x{suffix}: its name must end in .png, not '{suffix}'.",
+            )
+            for suffix in (".svg", ".pdf", ".jpg")
+        ),
+        (["compare", "runs/a", "--cost", "x.jpg"], "wm compare: --cost: cannot write x.jpg: its name must end in"),
+        (
+            ["compare", "runs/a", "--curves", "x.png", "--by", "seed", "--intervals", "./tests/../x.png"],
+            "wm compare: --curves and --intervals name one file, x.png: name two.",
+        ),
         (["compare", "runs/a", "--over", "minutes"], "wm compare: --over minutes is for curves of returns: add"),
         (
-            ["compare", "runs/a", "--protocol", "gridworld", "--priors", "p.png"],
+            ["compare", "runs/a", "--protocol", "gridworld", "--profiles", "p.png"],
             "wm compare: --protocol gridworld",
         ),
         (["compare", "runs/a", "--protocol", "gridworld", "--by", "seed"], "wm compare: --protocol gridworld"),

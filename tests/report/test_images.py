@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import sys
 import types
 from pathlib import Path
@@ -83,11 +84,14 @@ def test_captions_say_step_action_reward_and_return():
     assert images.play_captions([0], [0.0], None, [0.125]) == [
         "step 0   action 0\nreward 0   return 0\nsearched value 0.12"
     ]
+    assert images.play_captions([[-0.0, -0.5]], [-0.0], None, [-0.004]) == [
+        "step 0   action 0 -0.5\nreward 0   return 0\nsearched value 0.00"
+    ]
 
 
 def test_numbers_are_short_and_scores_whole():
-    values = (0, -0.5, np.float32(0.1), 1 / 3, -20.0, 999.96, 15376.5, 1234567.0)
-    want = ["0", "-0.5", "0.1", "0.3333", "-20", "1000", "15376.5", "1234567"]
+    values = (0, -0.0, -0.5, np.float32(0.1), 1 / 3, -20.0, 999.96, 15376.5, 1234567.0)
+    want = ["0", "0", "-0.5", "0.1", "0.3333", "-20", "1000", "15376.5", "1234567"]
     assert [images.short_number(float(value)) for value in values] == want
 
 
@@ -106,6 +110,35 @@ def test_shares_stand_under_the_frames_and_that_of_the_action_is_amber():
             assert filled.sum() == round(shares[t, action] * SHARES)
             assert filled[::-1][: filled.sum()].all(), "it stands on the ground"
     assert (band[:, :, edges[:-1]] == images.BACKGROUND).all()
+
+
+@pytest.mark.parametrize("count", [18, 62, 80, 100, 192, 200, 240, 241, 1000])
+def test_of_many_actions_each_share_shows(count):
+    """240 pixels: bars lose their gaps, then neighbors share one, which is as high as the largest of their shares."""
+    rng = np.random.default_rng(count)
+    shares, taken = np.zeros((T, count)), rng.integers(count, size=T)
+    for row, action in zip(shares, taken, strict=True):
+        row[rng.choice(count, 5, replace=False)] = 0.125
+        row[action] = 0.25
+    shares[0, [0, count - 1]] = 0.001  # still a pixel
+    band = images.over_shares(frames(3), shares, list(taken))[:, 5 * H :]
+    for row, action, picture in zip(shares, taken, band, strict=True):
+        drawn = (picture != images.BACKGROUND).any(-1).sum(0)  # by pixel from left to right
+        amber = (picture == images.MARKER).all(-1).sum(0)
+        for each in range(count):
+            place = slice(math.floor(each * 5 * W / count), math.ceil((each + 1) * 5 * W / count) + 1)
+            assert drawn[place].max() >= math.ceil(row[each] * SHARES)
+        place = slice(math.floor(action * 5 * W / count), math.ceil((action + 1) * 5 * W / count) + 1)
+        assert amber[place].max() == 10 and amber.sum() == amber[place].sum()
+
+
+def test_a_share_of_an_action_not_taken_is_gray_beside_the_one_taken():
+    shares = np.zeros((1, 1000))
+    shares[0, 0], shares[0, 1] = 0.25, 0.75  # in one bar
+    for taken, colors in ((0, [images.MARKER] * 10 + [images.FAINT] * 20), (1, [images.MARKER] * 30)):
+        band = images.over_shares(frames(3, 1), shares, [taken])[0, 5 * H :]
+        assert [tuple(color) for color in band[::-1, 0][: len(colors)]] == colors
+        assert (band[: -len(colors)] == images.BACKGROUND).all()
 
 
 def test_captioned_keeps_the_frames_and_writes_below():
@@ -201,6 +234,41 @@ def test_a_long_strip_goes_on_below(side, columns):
     assert marked[:, 0].min() == block + 4 * GAP and marked[:, 0].max() == 2 * block + 4 * GAP - 1
     assert set(marked[:, 1].tolist()) == {margin + tile, margin + tile + 1}
     assert (picture[-block:, margin + columns[2] * (tile + GAP) :] == images.BACKGROUND).all()
+
+
+def written(picture):
+    """Columns of a heading with text."""
+    return np.flatnonzero((picture != images.BACKGROUND).any(-1).any(0))
+
+
+def test_long_names_of_rows_are_cut_in_the_middle_and_leave_room_for_frames():
+    long = "a preset of a very long name, runs/of/a/study/in/a/deep/folder/of/seed-{}: reward 0.25"
+    labels = [long.format(seed) for seed in (1, 2)]
+    picture = images.strip({label: frames(1) for label in labels})
+    tile = 3 * W + GAP
+    assert picture.shape[1] == images._WIDEST_LABEL + T * tile - GAP and images.columns_that_fit(frames(1), labels) > T
+    one, other = (picture[BAR + row * (3 * H + GAP) :][: 3 * H, : images._WIDEST_LABEL] for row in (0, 1))
+    assert (one != other).any(), "the ends tell them apart"
+    assert not (written(one) > images._WIDEST_LABEL - 2).any()
+    assert images._shortened("short", 100) == "short"
+    cut = images._shortened(labels[0], 160)
+    start, _, end = cut.partition("…")
+    assert labels[0].startswith(start) and labels[0].endswith(end) and "seed-1: reward 0.25".endswith(end[-12:])
+    assert images._font().getlength(cut) <= 160
+
+
+def test_headings_of_narrow_frames_show_all_digits(monkeypatch):
+    narrow = np.full((2000, 64, 8, 3), 99, np.uint8)
+    said = []
+    text = images._text
+    monkeypatch.setattr(
+        images, "_text", lambda line, width, *a, **k: said.append((line, width)) or text(line, width, *a, **k)
+    )
+    picture = images.strip({"real": narrow}, steps=[1000, 1500, 1999])
+    headings = [(line, width) for line, width in said if line[-1].isdigit()]
+    assert [line for line, _ in headings] == ["1000", "1500", "1999"]  # "t = 1000" has no room
+    assert all(images._font().getlength(line) <= width - 4 for line, width in headings)
+    assert ((picture == 99).all(-1).sum(1) == 3 * 16).sum() == 128, "frames are not stretched"
 
 
 def test_side_by_side_takes_captions_and_says_when_the_real_side_is_over():

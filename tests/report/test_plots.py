@@ -136,6 +136,8 @@ def test_compared_curves_has_a_panel_per_metric_and_a_line_per_name():
     (legend,) = figure.legends
     assert [text.get_text() for text in legend.get_texts()] == ["gru", "s5"]
     assert not plots.compared_curves({"gru": curves["gru"]}).legends
+    (legend,) = plots.compared_curves({"gru": {"loss": (few, few, few - 1, few + 1)}}, band="a deviation").legends
+    assert [text.get_text() for text in legend.get_texts()] == ["gru", "band: a deviation"]
     with pytest.raises(UsageError, match="no training records to draw"):
         plots.compared_curves({"gru": {}})
 
@@ -329,10 +331,10 @@ def test_returns_over_are_a_line_for_one_run_and_mean_and_shade_for_several():
     )
     (axes,) = figure.axes
     lines = named(axes)
-    assert list(lines) == ["gru", "s4 (2 runs)"]
+    assert list(lines) == ["gru (1 run)", "s4 (2 runs)"]  # of one there is no band
     (legend,) = figure.legends
     assert [text.get_text() for text in legend.get_texts()][-1] == "band: 95 % bootstrap interval of the mean over runs"
-    np.testing.assert_array_equal(lines["gru"].get_xydata(), [[0, 0], [1000, 3], [2000, 4]])
+    np.testing.assert_array_equal(lines["gru (1 run)"].get_xydata(), [[0, 0], [1000, 3], [2000, 4]])
     # Where both seeds were evaluated, at the steps of either: (0+4)/2, (1+6)/2, (2+4)/2.
     np.testing.assert_array_equal(lines["s4 (2 runs)"].get_xydata(), [[0, 2], [500, 3.5], [1000, 3]])
     (shade, _) = axes.collections  # the other one is in the legend
@@ -340,7 +342,7 @@ def test_returns_over_are_a_line_for_one_run_and_mean_and_shade_for_several():
     assert {(500.0, 1.0), (500.0, 6.0), (1000.0, 2.0), (1000.0, 4.0)} <= set(map(tuple, corners.tolist()))
     thin = [line for line in axes.get_lines() if line.get_color() == lines["s4 (2 runs)"].get_color()]
     assert [len(line.get_xdata()) for line in thin] == [2, 3, 3], "each seed is there in full"
-    assert lines["gru"].get_color() != lines["s4 (2 runs)"].get_color()
+    assert lines["gru (1 run)"].get_color() != lines["s4 (2 runs)"].get_color()
     assert [text.get_text() for text in axes.texts] == ["random -1"]
     assert axes.get_xlabel() == "environment steps" and axes.get_xlim()[0] == 0
 
@@ -484,7 +486,7 @@ def test_improvements_have_a_row_for_each_pair_and_a_line_at_one_half():
     assert others.get_ylim() == axes.get_ylim(), "both names of a pair are level"
     first, second, half = axes.get_lines()
     assert (first.get_xdata()[0], second.get_xdata()[0]) == (0.7, 0.2) and list(half.get_xdata()) == [0.5, 0.5]
-    assert bars(axes) == {0: (0.6, 0.9)} and axes.get_xlim() == (0, 1)
+    assert bars(axes) == {0: (0.6, 0.9)} and axes.get_xlim() == (-0.02, 1.02), "0 and 1 are seen"
     with pytest.raises(UsageError, match="wm compare"):
         plots.improvement({})
 
@@ -497,6 +499,38 @@ def test_long_names_keep_both_ends_and_room_for_the_data():
     assert long.startswith(start) and long.endswith(end) and len(start) == len(end) == 16
     figure.canvas.draw()
     assert all(axes.get_window_extent().width > 70 for axes in figure.axes)
+
+
+THIRTY = [f"dynamics.backbone.kind=a-long-name, controller.kind=actor_critic, seed={n}" for n in range(30)]
+
+
+@pytest.mark.filterwarnings("error")
+@pytest.mark.parametrize(
+    "figure",
+    [
+        pytest.param(lambda: plots.performance_profiles([0, 1, 2], dict.fromkeys(THIRTY, BAND)), id="profiles"),
+        pytest.param(lambda: plots.returns_over({n: [[(0, 1.0)], [(0, 2.0)]] for n in THIRTY}), id="returns"),
+        pytest.param(
+            lambda: plots.error_curves({n: ([1, 2, 3], BAND) for n in THIRTY}, x_label="x", y_label="y"), id="errors"
+        ),
+        pytest.param(
+            lambda: plots.compared_curves({n: {"loss": (np.arange(3), BAND[0])} for n in THIRTY}), id="losses"
+        ),
+    ],
+)
+def test_the_legend_of_thirty_variants_leaves_room_for_their_lines(figure):
+    figure = figure()
+    figure.canvas.draw()
+    (axes,), (legend,) = figure.axes, figure.legends
+    assert axes.get_window_extent().height > 0.8 * figure.dpi
+    box = legend.get_window_extent()
+    assert box.y0 >= 0 and box.x1 <= figure.bbox.x1 and not box.overlaps(axes.get_tightbbox())
+
+
+def test_bands_of_many_variants_stay_apart():
+    for count, alpha in ((3, 0.15), (10, 0.15), (30, 0.05)):
+        (axes,) = plots.performance_profiles([0, 1, 2], dict.fromkeys(THIRTY[:count], BAND)).axes
+        assert {round(band.get_alpha(), 4) for band in axes.collections} == {alpha}
 
 
 # -- within a page ----------------------------------------------------------------------------------------------------

@@ -32,6 +32,18 @@ def test_bars_are_means_and_deviations_over_runs_by_head_and_layer() -> None:
         assert axes.get_lines()[-1].get_ydata()[0] == start and not axes.collections  # of one run no deviation
 
 
+def test_long_names_of_groups_stay_over_their_bars() -> None:
+    label = "backbone.prior.kind=gaussian_span, backbone.prior.regularizer=l1, seed="
+    groups = {f"{label}{n}": [{"mean": np.ones((1, 2))}] for n in range(3)}
+    figure = prior_bars(groups, {name: {"mean": 6.0} for name in groups})
+    figure.canvas.draw()
+    titles = [axes.get_title(loc="left") for axes in figure.axes]
+    assert [title.endswith(f"seed={n}") for n, title in enumerate(titles)] == [True] * 3
+    boxes = [axes._left_title.get_window_extent() for axes in figure.axes]
+    assert all(one.x1 < other.x0 for one, other in zip(boxes, boxes[1:], strict=False))
+    assert boxes[-1].x1 < figure.bbox.x1
+
+
 def test_kinds_that_differ_are_refused_in_one_line() -> None:
     one: LoggedPriors = {3: {"mean": [[1.0]]}}
     other: LoggedPriors = {3: {"span": [[1.0]]}}

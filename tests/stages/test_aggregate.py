@@ -503,6 +503,17 @@ def test_published_scores_are_lines_in_the_curves_of_their_game_and_games_have_f
     assert warnings(capsys) == [f"warning: {line}"]
 
 
+def test_pictures_of_several_environments_have_files_that_differ(tmp_path: Path) -> None:
+    out = tmp_path / "x.png"
+
+    def names(*environments: str) -> list[str]:
+        return [file.name for file in pictures.picture_files(out, environments).values()]
+
+    assert names("ALE/Pong-v5") == ["x.png"]
+    assert names("ALE/Pong-v5", "wm/Catch-v0") == ["x-Pong-v5.png", "x-Catch-v0.png"]
+    assert names("ALE/Pong-v5", "mine/Pong-v5") == ["x-ALE-Pong-v5.png", "x-mine-Pong-v5.png"]
+
+
 def test_a_run_without_evaluation_ends_in_the_command_that_makes_one(tmp_path: Path, elsewhere: Path) -> None:
     line = f"{elsewhere} has no evaluation of --protocol returns; make one with: wm eval --run {elsewhere}"
     with pytest.raises(ArtifactError, match=line):
@@ -563,6 +574,16 @@ def test_profiles_have_a_line_for_each_group_and_published_column_with_runs(
         normalized = np.array([atari.human_normalized("Pong", mean) for mean in means])
         assert np.array_equal(share, [np.mean(normalized > tau) for tau in taus])
         assert (low <= share).all() and (share <= high).all() and (low < high).any()
+
+
+@pytest.mark.parametrize("score", [0.5, 0.0, -21.0, 0.1 + 0.2])
+def test_a_profile_of_equal_scores_falls_where_they_are(score: float, profiles: list[Any]) -> None:
+    table = {"wm/Catch-v0": np.array([score, score * (1 + 1e-15)])}
+    pictures.plot_profiles({name: pools.Pool(table, None) for name in ("gru", "s4")})
+    ((taus, bands, _),) = profiles
+    share, *_ = bands["gru"]
+    assert taus[0] < score - 0.01 and score + 0.01 < taus[-1]
+    assert share[0] == 1 and share[-1] == 0 and (np.diff(taus) > 0).all()
 
 
 def test_profiles_are_of_the_environments_that_all_groups_have(

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import json
+import shutil
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -309,7 +311,7 @@ def test_what_is_not_held_out_cannot_be_measured(tmp_path: Path) -> None:
 # -- pictures of several runs -----------------------------------------------------------------------------------------
 
 
-def _run(folder: Path, losses: dict[int, float], *overrides: str) -> Path:
+def _run(folder: Path, losses: dict[int, float | None], *overrides: str) -> Path:
     """A run with a controller that was scored and a dynamics model that logged these losses by update."""
     context = opened(folder, "dynamics.updates=0", "controller.updates=1", *overrides, new=True)
     collect(context)
@@ -319,7 +321,7 @@ def _run(folder: Path, losses: dict[int, float], *overrides: str) -> Path:
     evaluate(opened(folder), episodes=1)
     with (folder / "metrics.jsonl").open("a") as file:
         for update, loss in losses.items():
-            line = {"stage": "train-dynamics", "job": job, "update": update, "observation_loss": loss + 1}
+            line = {"stage": "train-dynamics", "job": job, "update": update, "observation_loss": (loss or 0.0) + 1}
             for other in (job, "another job"):
                 held = {"held_out_observation_loss": loss if other == job else 99.0, "held_out_nonzero_rewards": 0.5}
                 file.write(json.dumps(line | held | {"job": other}) + "\n")
@@ -346,7 +348,8 @@ def test_losses_of_variants_are_drawn_with_a_band_over_seeds(
     assert updates.tolist() == [10, 20] and mean.tolist() == [5.0, 3.5]
     np.testing.assert_allclose(high - mean, np.std([[4, 2], [6, 5]], axis=0, ddof=1))
     np.testing.assert_allclose(mean - low, high - mean)
-    assert [len(curve) for curve in held["dynamics.prediction=sequential"].values()] == [2]
+    assert [len(curve) for curve in held["dynamics.prediction=sequential (1 run)"].values()] == [2]
+    assert given["band"] == "one standard deviation over runs"
     trained = given["faint"]["dynamics.prediction=pop (2 runs)"]["observation_loss"]
     assert [each.tolist() for each in trained] == [[10, 20], [6.0, 4.5]]
     assert (tmp_path / "l.png").stat().st_size > 5000 and "other frames" not in capsys.readouterr().err
@@ -357,6 +360,33 @@ def test_losses_of_variants_are_drawn_with_a_band_over_seeds(
     assert main.run(["compare", str(without), "--losses", str(tmp_path / "n.png")]) == 2
     assert "has no losses on held-out episodes; train with --set training.held_out_every=N" in capsys.readouterr().err
     assert not (tmp_path / "n.png").exists()
+    words = ["--losses", str(tmp_path / "o.png")]
+    diverging = _run(tmp_path / "f", {10: 4.0, 20: None, 30: None, 40: None, 50: None, 60: 1.0})
+    assert main.run(["compare", str(diverging), *words]) == 0
+    assert "4 values of observation_loss from update 20 on are not finite" in capsys.readouterr().err
+    job = train_dynamics(opened(diverging, "dynamics.updates=1", more=True)).manifest["job"]
+    line = {"stage": "train-dynamics", "job": job, "update": 70, "held_out_observation_loss": 0.5}
+    with (diverging / "metrics.jsonl").open("a") as file:
+        file.write(json.dumps(line) + "\n")
+    shutil.rmtree(diverging / "dynamics" / "v0001")
+    assert main.run(["compare", str(diverging), *words]) == 0
+    assert f"warning: the losses of {diverging} begin late: " in capsys.readouterr().err
+    diverged = _run(tmp_path / "g", {10: None, 20: None})
+    assert main.run(["compare", str(diverged), *words]) == 2
+    assert f"{diverged}: no loss on held-out episodes is finite" in capsys.readouterr().err
+
+
+def test_what_a_mean_over_runs_leaves_out_is_said() -> None:
+    said: list[str] = []
+    progress: Any = SimpleNamespace(warn=said.append)
+    one = (np.array([1, 2]), np.array([3.0, 4.0]))
+    late = (np.array([7, 8]), np.array([3.0, 4.0]))
+    runs = [{"loss": one, "reward_loss": one, "kl_loss": one}, {"kl_loss": late, "loss": one, "end_loss": one}]
+    assert list(loss_pictures._over_runs("gru", runs, progress)) == ["loss"]
+    assert said == [
+        "gru: not all runs have reward_loss, end_loss: left out of the picture",
+        "gru: no update has kl_loss of all runs: left out of the picture",
+    ]
 
 
 def test_the_loop_refuses_before_it_collects(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -167,6 +167,15 @@ def test_the_picture_shows_each_matrix_in_its_place() -> None:
         attention_figure([matrices(layers=9, heads=12)] * 2)
 
 
+def test_a_long_name_keeps_its_layer_in_a_narrow_picture() -> None:
+    label = "dynamics.prediction=sequential, backbone.prior.kind=gaussian_span, seed=1"
+    figure = attention_figure([matrices(layers=2, heads=1)._replace(label=label)])
+    figure.canvas.draw()
+    for layer, part in enumerate(figure.subfigs, 1):
+        assert part.get_suptitle().endswith(f"seed=1, layer {layer}")
+        assert part._suptitle.get_window_extent().x1 <= figure.bbox.x1
+
+
 @pytest.fixture
 def evaluated(make: Make, tmp_path: Path) -> dict[str, Path]:
     """UniZero with a prior, without one, and on a backbone that does not attend."""
@@ -211,6 +220,12 @@ def test_the_command_draws_variants_in_one_picture(
 
     capsys.readouterr()
     monkeypatch.setattr(stage, "measure", lambda *_: pytest.fail("computed before the refusal"))
+    for option in ("--attention", "--priors"):
+        assert command(["compare", *runs, "--by", "seed", option, str(tmp_path / "b.png"), "-q"]) == 2
+        assert capsys.readouterr().err == (
+            "wm compare: seed=1: the runs have different attention priors, whose mean says nothing: add --by"
+            " backbone.prior.kind.\n"
+        )
     assert command(["compare", *runs, str(evaluated["gru"]), "--attention", str(tmp_path / "b.png"), "-q"]) == 2
     error = capsys.readouterr().err
     assert error == f"wm compare: {evaluated['gru']}: --attention is of transformers, and backbone.kind = gru.\n"

@@ -8,6 +8,8 @@ from __future__ import annotations
 import json
 import re
 from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
 
 import numpy as np
 import pytest
@@ -675,6 +677,15 @@ def test_the_strip_of_rewards_tells_the_true_one_and_each_models(memory_run: Pat
     assert real == f"real: reward {float(earned):g}" and re.fullmatch(r"S4WM: reward -?\d\.\d\d", imagined)
     generated, _, _ = drawn_strip("generation", [memory_run], tmp_path / "two.png", monkeypatch)
     assert np.array_equal(rows[imagined], generated["S4WM"])
+
+
+@pytest.mark.parametrize(
+    ("reward", "caption"), [(-0.004, "reward 0.00"), (-0.0, "reward 0.00"), (-0.006, "reward -0.01")]
+)
+def test_no_reward_of_a_strip_is_a_negative_zero(reward: float, caption: str) -> None:
+    world_model: Any = SimpleNamespace(arrival_reward=lambda features: torch.tensor(reward))
+    of = stage._MEASURES["reward"].caption
+    assert of is not None and of(world_model, torch.zeros(1, 1)) == caption
 
 
 @pytest.mark.slow

@@ -311,6 +311,12 @@ def test_priors_of_several_runs_are_drawn_together(run: Path, played: Path, tmp_
     compare_priors({"all": scores}, out, QUIET)
     compare_priors({"one": scores[:1], "two": scores[1:]}, tmp_path / "bars.png", QUIET)
     assert (tmp_path / "bars.png").read_bytes().startswith(b"\x89PNG")
+    for stage in (train_dynamics, imagine):
+        stage(opened(run, "backbone.prior.span=5"))
+    other = Score(run, evaluate(opened(run, "backbone.prior.span=5"), episodes=1))
+    for groups in ({"all": [other, scores[1]]}, {"one": scores[:1], "two": [other, scores[1]]}):
+        with pytest.raises(UsageError, match="different attention priors, .*: add --by backbone.prior.span"):
+            compare_priors(groups, out, QUIET)
 
 
 @pytest.mark.parametrize("controller", ["reinforce", "actor-critic"])

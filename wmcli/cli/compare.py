@@ -26,6 +26,8 @@ PICTURES = "Pictures"
 Groups = Mapping[str, Sequence["Score"]]
 OF_PUBLISHED = {"profiles", "intervals", "improvement"}
 """Pictures of scores, without the runs that they are of."""
+OF_FRAMES = {"strips"}
+"""Pictures made of pixels, which are written as .png alone."""
 
 
 def complete_column() -> list[str]:
@@ -288,8 +290,6 @@ def _check_sources(
     protocol: str,
 ) -> None:
     """Refuse options that do not go with what is compared, and pictures that cannot be written."""
-    from wmcli.report.files import check_target
-
     two_sources = sweep is not None and (runs or against or by)
     if "cost" in pictures and (published or against or len(pictures) > 1 or protocol != "returns" or two_sources):
         raise UsageError("--cost shows seconds of an epoch alone: give RUN... with --by, or --sweep, and no more.")
@@ -306,8 +306,23 @@ def _check_sources(
         raise UsageError("--against compares two sets of runs: omit --by and pictures of single runs.")
     if "improvement" in pictures and sweep is None and not (by or against) and len(published) + bool(runs) < 2:
         raise UsageError("--improvement needs two to compare: add --by, --against or --published.")
-    for picture in pictures.values():
-        check_target(picture, (".png", ".svg", ".pdf"))
+    _check_files(pictures)
+
+
+def _check_files(pictures: Mapping[str, Path]) -> None:
+    """Refuse pictures that cannot be written, or that one file would have to hold."""
+    from wmcli.report.files import check_target
+    from wmcli.report.plots import SUFFIXES
+
+    options: dict[Path, str] = {}
+    for name, picture in pictures.items():
+        try:
+            check_target(picture, (".png",) if name in OF_FRAMES else SUFFIXES)
+        except UsageError as error:
+            raise UsageError(f"--{name}: {error}") from None
+        if other := options.get(picture.resolve()):
+            raise UsageError(f"--{other} and --{name} name one file, {pictures[other]}: name two.")
+        options[picture.resolve()] = name
 
 
 def _style(over: str, band: str, curves: Protocol | None) -> dict[str, Any]:
@@ -401,19 +416,17 @@ def _draw(
 def _draw_by_task(found: _Found, protocol: Protocol, pictures: Mapping[str, Path]) -> None:
     """Draw curves and strips of evaluations of dynamics. Of several tasks each has a file of its own."""
     from wmcli.report.plots import write_figure
-    from wmcli.stages.score_pictures import beside
+    from wmcli.stages.score_pictures import picture_files
 
     tasks = list(dict.fromkeys(score.environment for score in found.scores))
+    files = {name: picture_files(path, tasks) for name, path in pictures.items()}
     for task in tasks:
-        files = {
-            name: path if len(tasks) == 1 else beside(path, task.rpartition("/")[2]) for name, path in pictures.items()
-        }
         lines = [[score for score in members if score.environment == task] for members in found.lines.values()]
         if "curves" in pictures and protocol.plot_curves:
             alike = [score.evaluation for members in lines for score in members]
-            write_figure(files["curves"], protocol.plot_curves(alike))
+            write_figure(files["curves"][task], protocol.plot_curves(alike))
         if "strips" in pictures and protocol.draw_strips:  # a model a row, of a variant the first run
-            protocol.draw_strips([members[0].evaluation for members in lines if members], files["strips"])
+            protocol.draw_strips([members[0].evaluation for members in lines if members], files["strips"][task])
 
 
 # -- tables -----------------------------------------------------------------------------------------------------------

@@ -58,13 +58,13 @@ def _draw(tasks: list[str], picture: Path, episode: int) -> None:
     from wmcli.envs.tasks import TASKS
     from wmcli.envs.top_view import top_view
     from wmcli.report.files import check_target
-    from wmcli.report.plots import write_figure
+    from wmcli.report.plots import SUFFIXES, write_figure
     from wmcli.report.top_view import top_views
 
     if others := [name for name in tasks if name not in TASKS]:
         raise UsageError(f"--picture draws memory tasks, and {others[0]} is none: choose from {', '.join(TASKS)}.")
     if not tasks:
         raise UsageError(f"--picture draws the tasks that you name: choose from {', '.join(TASKS)}.")
-    check_target(picture, (".png", ".svg", ".pdf"))
+    check_target(picture, SUFFIXES)
     write_figure(picture, top_views({name: top_view(TASKS[name], episode) for name in dict.fromkeys(tasks)}))
     line(str(picture))

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import numpy as np
 
 from wmcli.errors import UsageError
-from wmcli.report.plots import new_figure
+from wmcli.report.plots import new_figure, shortened
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
@@ -59,10 +59,12 @@ def attention_figure(rows: Sequence[AttentionMatrices]) -> Figure:
             f"these runs have {2 * len(parts) * heads} matrices, of which a picture holds {MOST}: give fewer runs."
         )
     largest = max(float(np.nanmax(row.weights[:, :, row.weights.shape[2] // 4 :])) for row in rows)
-    figure = new_figure(_PANEL * heads + 1.2, (2 * _PANEL + 0.5) * len(parts) + 0.3)
+    width = _PANEL * heads + 1.2
+    figure = new_figure(width, (2 * _PANEL + 0.5) * len(parts) + 0.3)
     for part, (row, layer) in zip(figure.subfigures(len(parts), 1, squeeze=False).flat, parts, strict=True):
         grid = part.subplots(2, heads, squeeze=False)
-        part.suptitle(f"{row.label}, layer {layer + 1}", x=0.01, horizontalalignment="left", fontsize=8, color=_INK)
+        title = f"{row.label}, layer {layer + 1}"
+        part.suptitle(shortened(title, int(14 * width)), x=0.01, horizontalalignment="left", fontsize=8, color=_INK)
         drawn: list[Any] = [
             [
                 _draw(axes, row.factor[layer, head], {"vmin": 0.0, "vmax": 1.0}, row.elements)

@@ -35,6 +35,8 @@ _RULE = 3  # height of the bar over a phase
 _GAP = 2  # between two panels
 _SHARES = 40  # height of a bar for a share of 1
 _WIDEST = 1600  # a longer strip continues in the next row
+_WIDEST_LABEL = 320  # of a row in a strip; a longer one is cut
+_NARROWEST = 44  # column of a strip, for time steps of five digits
 _WIDE_SPACE = "   "  # between two parts of a caption's line
 _FASTEST = 50  # frames per second of a looping film; browsers slow a faster one down
 _GIF_COLORS = 255  # one index less than GIF has, so that the writer can mark unchanged pixels
@@ -139,21 +141,32 @@ def _over_captions(frames: np.ndarray, captions: Sequence[Sequence[str]], lines:
 def over_shares(frames: np.ndarray, shares: np.ndarray, actions: Sequence[int]) -> np.ndarray:
     """Enlarge frames and draw the share of each action below them as a bar, that of the chosen action in amber.
 
+    A share above 0 has a pixel at least. Of more actions than pixels, neighbors stand in one bar, the largest behind.
+
     Args:
         frames: (T, H, W, 3).
         shares: (T, A), in [0, 1].
-        actions: T chosen actions.
+        actions: T chosen actions, -1 for none.
     """
     frames = upscale(_frames(frames))
     time, _, width = frames.shape[:3]
     assert len(shares) == len(actions) == time, (len(shares), len(actions), time)
     band = np.empty((time, _SHARES, width, 3), dtype=np.uint8)
     band[:] = BACKGROUND
-    edges = np.linspace(0, width, shares.shape[1] + 1).round().astype(int)
-    for index, (row, chosen) in enumerate(zip(shares, actions, strict=True)):
-        for action, share in enumerate(row):
-            bar = band[index, _SHARES - round(float(share) * _SHARES) :, edges[action] + 1 : edges[action + 1] - 1]
-            bar[:] = MARKER if action == int(chosen) else FAINT
+    count = shares.shape[1]
+    bars = min(count, width)
+    edges = np.linspace(0, width, bars + 1).round().astype(int)
+    lefts, rights = edges[:-1] + (width >= 2 * bars), edges[1:] - (width >= 3 * bars)  # gaps where there is room
+    bar_of = np.arange(count) * bars // count
+    heights = np.maximum((shares * _SHARES).round().astype(int), shares > 0)
+    for index, (row, chosen) in enumerate(zip(heights, actions, strict=True)):
+        highest = np.zeros(bars, int)
+        np.maximum.at(highest, bar_of, row)
+        for bar, height in enumerate(highest):
+            band[index, _SHARES - height :, lefts[bar] : rights[bar]] = FAINT
+        if chosen >= 0:
+            bar = bar_of[chosen]
+            band[index, _SHARES - row[chosen] :, lefts[bar] : rights[bar]] = MARKER
     return np.concatenate((frames, band), axis=1)
 
 
@@ -175,11 +188,11 @@ def play_captions(
     for step, (action, reward) in enumerate(zip(actions, rewards, strict=True)):
         total += float(reward)
         if isinstance(action, Sequence):
-            name = f"action {' '.join(f'{number:.3g}' for number in action)}"
+            name = f"action {' '.join(f'{number:z.3g}' for number in action)}"
         else:
             name = meanings[int(action)] if meanings else f"action {int(action)}"
         gained = f"reward {'+' if reward > 0 else ''}{short_number(float(reward))}"
-        worth = f"\nsearched value {values[step]:.2f}" if values else ""
+        worth = f"\nsearched value {values[step]:z.2f}" if values else ""
         so_far = f"return {short_number(total)}"
         captions.append(f"step {step}{_WIDE_SPACE}{name}\n{gained}{_WIDE_SPACE}{so_far}{worth}")
     return captions
@@ -187,7 +200,7 @@ def play_captions(
 
 def short_number(value: float) -> str:
     """Return a reward or return in short form: four digits below 1,000, all digits of larger integers."""
-    return f"{value:.4g}" if abs(value) < 1000 else f"{value:.7g}"
+    return f"{value:z.4g}" if abs(value) < 1000 else f"{value:.7g}"
 
 
 class Phase(NamedTuple):
@@ -238,6 +251,7 @@ def strip(
         for index, (step, phase) in enumerate(zip(shown, of_column, strict=True)):
             left = margin + index * (tile + _GAP)
             head = f"t = {step}" if not begin and not index else str(step)
+            head = head if _font().getlength(head) <= tile - 4 else str(step)
             color = FAINT if phases and phases[phase].color == FAINT else TEXT
             block[:_BAR, left : left + tile] = _text(head, tile, color, centre=True)
             if phases and before not in (-1, phase):
@@ -286,11 +300,21 @@ def _stacked(blocks: Sequence[np.ndarray]) -> np.ndarray:
 
 def columns_that_fit(frames: np.ndarray, labels: Sequence[str]) -> int:
     """Return the number of columns of a strip of frames (T, H, W, 3) that fit into one row, with these labels."""
-    return max(1, (_WIDEST - _margin(labels) + _GAP) // (upscale(frames[:1], _TILE).shape[2] + _GAP))
+    return max(1, (_WIDEST - _margin(labels) + _GAP) // (_tiles(frames[:1]).shape[2] + _GAP))
 
 
 def _margin(labels: Sequence[str]) -> int:
-    return max(int(np.ceil(_font().getlength(label))) for label in labels) + 16
+    return min(_WIDEST_LABEL, max(int(np.ceil(_font().getlength(label))) for label in labels) + 16)
+
+
+def _tiles(frames: np.ndarray) -> np.ndarray:
+    """Enlarge frames (T, H, W, 3) for a strip or grid. Narrow ones stand amid a column of `_NARROWEST` pixels."""
+    tiles = upscale(frames, _TILE)
+    room = max(0, _NARROWEST - tiles.shape[2])
+    picture = np.empty((*tiles.shape[:2], tiles.shape[2] + room, 3), np.uint8)
+    picture[:] = BACKGROUND
+    picture[:, :, room // 2 : room // 2 + tiles.shape[2]] = tiles
+    return picture
 
 
 def _table(rows: Sequence[np.ndarray], labels: Sequence[str]) -> tuple[np.ndarray, int, int]:
@@ -298,7 +322,7 @@ def _table(rows: Sequence[np.ndarray], labels: Sequence[str]) -> tuple[np.ndarra
 
     Returns the picture, the width of a tile and the left margin.
     """
-    tiles = [upscale(row, _TILE) for row in rows]
+    tiles = [_tiles(row) for row in rows]
     count, height, width = tiles[0].shape[:3]
     margin = _margin(labels)
     picture = np.empty((_BAR + len(rows) * (height + _GAP) - _GAP, margin + count * (width + _GAP) - _GAP, 3), np.uint8)
@@ -306,7 +330,7 @@ def _table(rows: Sequence[np.ndarray], labels: Sequence[str]) -> tuple[np.ndarra
     for row, (frames, label) in enumerate(zip(tiles, labels, strict=True)):
         top = _BAR + row * (height + _GAP)
         middle = top + (height - _BAR) // 2
-        picture[middle : middle + _BAR, :margin] = _text(label, margin, TEXT)
+        picture[middle : middle + _BAR, :margin] = _text(_shortened(label, _room(margin)), margin, TEXT)
         for column, frame in enumerate(frames):
             left = margin + column * (width + _GAP)
             picture[top : top + height, left : left + width] = frame
@@ -332,6 +356,16 @@ def _font() -> ImageFont.FreeTypeFont | ImageFont.ImageFont:
 def _room(width: int) -> int:
     """Return the pixels for a line of text in a panel."""
     return width - 8
+
+
+def _shortened(line: str, room: int) -> str:
+    """Return a line without its middle where it is too long, since both ends tell rows apart."""
+    kept = len(line)
+    shown = line
+    while kept and _font().getlength(shown) > room:
+        kept -= 1
+        shown = f"{line[: kept // 2]}…{line[len(line) - (kept - kept // 2) :]}"
+    return shown
 
 
 def _text(line: str, width: int, color: tuple[int, int, int], *, centre: bool = False) -> np.ndarray:

@@ -45,11 +45,16 @@ _NOT_METRICS = ("time", "began", "stage", "job", "version", "epoch", "environmen
 STEPS = "environment steps"
 _SMOOTH_FROM = 60  # points from which a smoothed line is laid over the raw one
 _POINTS = 2000  # drawn per line at most
+_LINE = 0.16  # height of a legend's line [inches]
+_LEGEND_LINES = 1  # for which a figure has room
+_MOST_BANDS = 10  # of which each is as dark as a single one
 _FILE_METADATA: dict[str, dict[str, None]] = {
     ".png": {"Software": None},
     ".svg": {"Date": None},
     ".pdf": {"CreationDate": None},
 }
+SUFFIXES = tuple(_FILE_METADATA)
+"""Of the files that `write_figure` writes."""
 
 
 # -- metrics.jsonl ----------------------------------------------------------------------------------------------------
@@ -169,6 +174,7 @@ def compared_curves(
     *,
     faint: Mapping[str, Mapping[str, tuple[np.ndarray, ...]]] | None = None,
     title: str = "",
+    band: str = "",
     columns: int = 3,
 ) -> Figure:
     """Draw one panel per metric against the updates, a line for each name.
@@ -178,6 +184,7 @@ def compared_curves(
             behind them possibly the limits of a band, low and high (K,).
         faint: Dotted lines in the colors of the same names, without limits.
         title: Title of the figure.
+        band: What the bands show, for the legend.
         columns: Largest number of panels side by side.
 
     Raises:
@@ -202,11 +209,13 @@ def compared_curves(
                 x, y, *limits = lines[metrics[index]]
                 _line(axes, x, y, **look)
                 if limits:
-                    axes.fill_between(x, *limits, color=look["color"], alpha=0.15, linewidth=0)
+                    axes.fill_between(x, *limits, color=look["color"], alpha=_opacity(len(curves)), linewidth=0)
             if faint and metrics[index] in faint.get(name, {}):
                 axes.plot(*faint[name][metrics[index]], color=look["color"], linestyle=":", linewidth=1, alpha=0.7)
-            if index == 0 and len(curves) > 1:
+            if index == 0 and (len(curves) > 1 or band):
                 axes.plot([], [], **look, label=name)
+        if index == 0 and band:
+            _name_band(axes, band)
         _finish_metric(axes, metrics[index], lowest=index + columns >= len(metrics))
     legend_below(figure, grid[0, 0])
     return figure
@@ -270,7 +279,8 @@ def returns_over(
     """Draw mean returns of several runs against environment steps or time, one color per group of runs.
 
     One run is one line. Several runs are thin lines with a thick one for their mean, and a band, which the legend
-    names. The mean covers the steps that all runs of the group reach; runs are interpolated linearly.
+    names; it counts the runs of each group then. The mean covers the steps that all runs of the group reach; runs are
+    interpolated linearly.
 
     Args:
         groups: name -> one sequence per run of (step or time, mean return) in any order. Of several returns at one
@@ -289,13 +299,14 @@ def returns_over(
     figure = new_figure(6.4, 3.8)
     axes = figure.subplots()
     _style(axes)
+    is_banded = any(len(runs) > 1 for runs in groups.values())
     for (name, runs), style in zip(groups.items(), _styles(len(groups)), strict=True):
         lines = [_by_step(run) for run in runs]
         if not lines or not all(len(steps) for steps, _ in lines):
             raise UsageError(f"{name}: a run without returns cannot be drawn; make some with: wm eval --run RUN")
         if len(lines) == 1:
             steps, returns = lines[0]
-            axes.plot(steps, returns, **style | _marked(len(steps)), label=name)
+            axes.plot(steps, returns, **style | _marked(len(steps)), label=f"{name} (1 run)" if is_banded else name)
             continue
         for steps, returns in lines:
             axes.plot(steps, returns, **style | _THIN | _marked(len(steps)))
@@ -304,11 +315,11 @@ def returns_over(
         curves = np.array([np.interp(common, steps, returns) for steps, returns in lines])  # (runs, K)
         axes.plot(common, curves.mean(0), **style | _marked(len(common)), label=f"{name} ({len(lines)} runs)")
         bottom, top = _band(curves, band)
-        axes.fill_between(common, bottom, top, color=style["color"], alpha=0.15, linewidth=0)
+        axes.fill_between(common, bottom, top, color=style["color"], alpha=_opacity(len(groups)), linewidth=0)
         if len(common) == 1:  # a band has no width there
             axes.vlines(common, bottom, top, color=style["color"], linewidth=1.2)
-    if any(len(runs) > 1 for runs in groups.values()):
-        axes.fill_between([], [], [], color=_GREY, alpha=0.3, linewidth=0, label=f"band: {_BANDS[band]}")
+    if is_banded:
+        _name_band(axes, _BANDS[band])
     _finish_returns(figure, axes, references or {}, title, x_label)
     return figure
 
@@ -370,7 +381,7 @@ def performance_profiles(
     axes = figure.subplots()
     _style(axes)
     for (name, band), style in zip(profiles.items(), _styles(len(profiles)), strict=True):
-        _banded(axes, thresholds, band, style, name)
+        _banded(axes, thresholds, band, style, name, _opacity(len(profiles)))
     axes.set_ylim(0, 1.02)
     axes.margins(x=0)
     axes.yaxis.set_major_formatter(lambda share, _: f"{100 * share:.0f} %")
@@ -435,11 +446,11 @@ def improvement(pairs: Mapping[tuple[str, str], Interval], *, title: str = "") -
     for place, interval in enumerate(pairs.values()):
         _interval(axes, place, interval, COLORS[0])
     others = axes.secondary_yaxis("right")
-    others.set_yticks(range(len(pairs)), [_shortened(other) for _, other in pairs])
+    others.set_yticks(range(len(pairs)), [shortened(other) for _, other in pairs])
     others.tick_params(length=0, labelsize=8, labelcolor=INK)
     others.spines["right"].set_visible(False)
     axes.axvline(0.5, color=INK, linewidth=1, linestyle=(0, (4, 3)), zorder=1)
-    axes.set_xlim(0, 1)
+    axes.set_xlim(-0.02, 1.02)  # 0 and 1 are seen
     axes.set_xticks(np.linspace(0, 1, 5))
     axes.xaxis.set_major_formatter(_count)
     axes.set_xlabel("probability that a run of the left scores higher than one of the right", fontsize=9, color=INK)
@@ -486,7 +497,7 @@ def cost_by_length(
         axes.set_xlabel(x_label, color=INK)
     figure.legend(
         [handles[name] for name in names],
-        [_shortened(name) for name in names],
+        [shortened(name) for name in names],
         loc="outside right center",
         handlelength=3.2,
         frameon=False,
@@ -571,7 +582,7 @@ def error_curves(
     axes = figure.subplots()
     _style(axes)
     for (name, (x, band)), style in zip(lines.items(), _styles(len(lines)), strict=True):
-        _banded(axes, x, band, style, name)
+        _banded(axes, x, band, style, name, _opacity(len(lines)))
     if log:
         axes.set_yscale("log")
         bottom, top = axes.get_ylim()
@@ -772,13 +783,30 @@ def _marked(points: int) -> dict[str, Any]:
     return {} if points < 30 else {"marker": ""}
 
 
-def _banded(axes: Axes, x: Sequence[float] | np.ndarray, band: Band, style: dict[str, Any], name: str) -> Line2D:
+def _opacity(bands: int) -> float:
+    """Return the opacity of each of so many bands, which may all lie on each other."""
+    return 0.15 * min(1.0, _MOST_BANDS / bands)
+
+
+def _banded(
+    axes: Axes,
+    x: Sequence[float] | np.ndarray,
+    band: Band,
+    style: dict[str, Any],
+    name: str,
+    opacity: float = 0.15,
+) -> Line2D:
     """Draw a line with its name, and the band between its limits if it has any; return the line."""
     value, low, high = band
     (line,) = axes.plot(x, value, **style, markevery=max(1, len(x) // 8), label=name)
     if low is not None and high is not None:
-        axes.fill_between(x, low, high, color=style["color"], alpha=0.15, linewidth=0)
+        axes.fill_between(x, low, high, color=style["color"], alpha=opacity, linewidth=0)
     return line
+
+
+def _name_band(axes: Axes, text: str) -> None:
+    """Tell in the legend what bands show."""
+    axes.fill_between([], [], [], color=_GREY, alpha=0.3, linewidth=0, label=f"band: {text}")
 
 
 def named_rows(axes: Axes, names: Sequence[str]) -> None:
@@ -788,7 +816,7 @@ def named_rows(axes: Axes, names: Sequence[str]) -> None:
     axes.grid(False, axis="y")
     axes.use_sticky_edges = False  # a bar at the edge is hard to see
     axes.tick_params(axis="y", length=0)
-    axes.set_yticks(range(len(names)), [_shortened(name) for name in names])
+    axes.set_yticks(range(len(names)), [shortened(name) for name in names])
     axes.set_ylim(len(names) - 0.4, -0.6)
 
 
@@ -800,7 +828,7 @@ def _interval(axes: Axes, place: int, interval: Interval, color: str) -> None:
     axes.plot([value, value], [place - 0.2, place + 0.2], color=color, linewidth=2, solid_capstyle="butt")
 
 
-def _shortened(name: str, most: int = 34) -> str:
+def shortened(name: str, most: int = 34) -> str:
     """Return a name without its middle where it is long, since both ends tell variants apart."""
     half, name = (most - 1) // 2, _printable(name)
     return name if len(name) <= most else f"{name[:half]}…{name[-half:]}"
@@ -843,18 +871,19 @@ def _finish_returns(
 
 
 def legend_below(figure: Figure, axes: Axes) -> None:
-    """Put the legend below the plot, in as many columns as fit."""
+    """Put the legend below the plot, in as many columns as fit. The figure grows for a long one."""
     handles, names = axes.get_legend_handles_labels()
     if not names:
         return
     width = figure.get_figwidth() * 15  # letters of size 8, about
-    names = [_shortened(name, int(width) - 9) for name in names]
-    columns = int(width / (max(map(len, names)) + 9))
+    names = [shortened(name, int(width) - 9) for name in names]
+    columns = max(1, min(int(width / (max(map(len, names)) + 9)), len(names)))
+    figure.set_figheight(figure.get_figheight() + _LINE * max(0, math.ceil(len(names) / columns) - _LEGEND_LINES))
     figure.legend(
         handles,
         names,
         loc="outside lower center",
-        ncols=max(1, min(columns, len(names))),
+        ncols=columns,
         handlelength=3.2,
         frameon=False,
         fontsize=8,

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
-from wmcli.report.plots import COLORS, new_figure
+from wmcli.report.plots import COLORS, new_figure, shortened
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
@@ -32,13 +32,13 @@ def prior_bars(
     """
     names = [name for name in PARAMETERS if any(name in runs[0] for runs in groups.values())]
     shapes = [np.shape(next(iter(runs[0].values()))) for runs in groups.values()]
-    width = 0.16 * max(layers * (heads + 1) for layers, heads in shapes) + 0.8
-    figure = new_figure(max(2.4, width) * len(groups), 1.7 * len(names) + 0.6)
+    width = max(2.4, 0.16 * max(layers * (heads + 1) for layers, heads in shapes) + 0.8)
+    figure = new_figure(width * len(groups), 1.7 * len(names) + 0.6)
     grid = figure.subplots(len(names), len(groups), squeeze=False, sharey="row")
     for column, (label, runs) in enumerate(groups.items()):
         layers, heads = shapes[column]
         places = (np.arange(layers)[:, None] * (heads + 1) + np.arange(heads)).ravel()
-        grid[0, column].set_title(label, fontsize=8, color=_INK, loc="left")
+        grid[0, column].set_title(shortened(label, int(13 * width) - 7), fontsize=8, color=_INK, loc="left")
         for name, axes in zip(names, grid[:, column], strict=True):
             if name not in runs[0]:
                 axes.set_axis_off()

@@ -26,8 +26,10 @@ from wmcli.experience.load import find_held_out
 from wmcli.progress import Progress
 from wmcli.report.attention import AttentionMatrices, attention_figure
 from wmcli.report.plots import write_figure
+from wmcli.settings import Settings
 from wmcli.stages.context import Context
 from wmcli.stages.opening import open_context
+from wmcli.stages.pictures import check_same_priors
 from wmcli.stages.scores import Score
 from wmcli.training.device import derived_seed, isolated_randomness
 from wmcli.transfer import take_rows
@@ -47,6 +49,8 @@ class Opened(NamedTuple):
 
     context: Context
     dynamics: Artifact
+    settings: Settings
+    """Those that the dynamics were trained with."""
     backbone: Attending
 
 
@@ -71,9 +75,10 @@ def draw_attention(groups: Mapping[str, Sequence[Score]], out: Path, progress: P
 
     Raises:
         ArtifactError: Dynamics or their experience are missing.
-        UsageError: A backbone does not attend, or runs of a group differ in its size.
+        UsageError: A backbone does not attend, or runs of a group differ in its size or its prior.
     """
     opened = {label: [_open(score.run) for score in members] for label, members in groups.items()}
+    check_same_priors({label: [each.settings for each in members] for label, members in opened.items()})
     for label, members in opened.items():
         sizes = {(each.backbone.layers, each.backbone.heads) for each in members}
         if len(sizes) > 1:
@@ -106,7 +111,7 @@ def _open(folder: Path) -> Opened:
         raise UsageError(f"{folder}: --attention is of transformers, and backbone.kind = {backbone.kind}.")
     if isinstance(dynamics, LatentWorldModelSettings) and dynamics.opening == "learned":
         raise UsageError(f"{folder}: --attention does not draw the element that dynamics.opening = learned adds.")
-    return Opened(context, model, backbone)
+    return Opened(context, model, trained, backbone)
 
 
 def measure(context: Context, model: Artifact) -> Paid:

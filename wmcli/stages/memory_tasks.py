@@ -361,7 +361,7 @@ _MEASURES: dict[Measure, _Measure] = {
         "a task whose last frame earns, such as wm/DistractingMemory-100-v0",
         rewards=True,
         plan=plan_query,
-        caption=lambda world_model, features: f"reward {float(world_model.arrival_reward(features[-1])):.2f}",
+        caption=lambda world_model, features: f"reward {float(world_model.arrival_reward(features[-1])):z.2f}",
     ),
     "doors": _Measure(
         _doors,
@@ -438,7 +438,7 @@ def draw_strips(measure: Measure, evaluations: Sequence[Artifact], path: Path) -
     length = int(np.flatnonzero(episode.counts[0])[-1]) + 1
     labels = [f"{name}: reward 0.00" if of.caption else name for name in ("real", *names)]
     plan = of.plan(task, episode.action[0].cpu().numpy(), length, columns_that_fit(real, labels))
-    rows = {f"real: reward {episode.reward[0, -2]:g}" if of.caption else "real": real}
+    rows = {f"real: reward {episode.reward[0, -2]:zg}" if of.caption else "real": real}
     for name, each in zip(names, shown, strict=True):
         machine = each.context.machine
         world_model, frames = load_world_model(each.dynamics, machine), to_device(each.episode.frames, machine.device)

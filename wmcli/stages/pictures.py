@@ -284,6 +284,25 @@ def draw_priors(runs: Sequence[Run], settings: Settings, path: Path) -> None:
     write_figure(path, plot_priors([logged_priors(run.history()) for run in runs], settings))
 
 
+def check_same_priors(groups: Mapping[str, Sequence[Settings]]) -> None:
+    """Check that the runs of each group, of which means are drawn, have one attention prior.
+
+    Args:
+        groups: Settings of each run, by the name of its group.
+
+    Raises:
+        UsageError: They differ in a setting of the prior.
+    """
+    for label, members in groups.items():
+        priors = [settings.attention_prior.model_dump() for settings in members]
+        for key in dict.fromkeys(key for prior in priors for key in prior):
+            if len({str(prior.get(key)) for prior in priors}) > 1:
+                raise UsageError(
+                    f"{label}: the runs have different attention priors, whose mean says nothing: add --by"
+                    f" backbone.prior.{key}."
+                )
+
+
 def plot_priors(logged: Sequence[LoggedPriors], settings: Settings) -> Figure:
     """Plot the attention priors that runs learned, over updates: of several runs mean and spread.
 

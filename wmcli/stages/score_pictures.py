@@ -27,7 +27,7 @@ from wmcli.report.plots import (
     write_figure,
 )
 from wmcli.stages.evaluate import PROTOCOL
-from wmcli.stages.pictures import logged_priors, plot_prior_groups, plot_priors
+from wmcli.stages.pictures import check_same_priors, logged_priors, plot_prior_groups, plot_priors
 from wmcli.stages.pools import (
     Pool,
     compared_pairs,
@@ -95,6 +95,7 @@ def draw_curves(
         return read_curve(score, Run.open(score.run, create=False).history() if times else None, progress)
 
     environments = list(dict.fromkeys(score.environment for members in groups.values() for score in members))
+    files = picture_files(out, environments)
     for environment in environments:
         alike = {
             label: [each for each in members if each.environment == environment] for label, members in groups.items()
@@ -105,8 +106,7 @@ def draw_curves(
         if lacking := [name for name, value in values.items() if value is None]:
             progress.warn(f"the curves of {environment} have no line of {', '.join(lacking)}: no score is published")
         baselines = {name: value for name, value in values.items() if value is not None}
-        file = out if len(environments) == 1 else beside(out, environment.rpartition("/")[2])
-        write_figure(file, plot_lines(alike, curves, over, band, baselines))
+        write_figure(files[environment], plot_lines(alike, curves, over, band, baselines))
 
 
 def plot_lines(
@@ -164,7 +164,8 @@ def plot_profiles(pools: Mapping[str, Pool]) -> Figure:
     unit = _pooled_unit(pools)
     tasks = {label: in_unit(pool, unit) for label, pool in pools.items()}
     values = np.concatenate([runs for table in tasks.values() for runs in table.values()])
-    margin = 0.05 * np.ptp(values)  # shows the lines at 100 % and at 0
+    spread, size = np.ptp(values), np.abs(values).max()
+    margin = 0.05 * (spread if spread > 1e-9 * size else size or 1.0)  # shows the lines at 100 % and at 0
     thresholds = np.linspace(values.min() - margin, values.max() + margin, PROFILE_POINTS)
     rng = np.random.default_rng(0)
     profiles = {label: statistics.performance_profile(table, thresholds, rng)[1:] for label, table in tasks.items()}
@@ -314,7 +315,9 @@ def compare_priors(groups: Mapping[str, Sequence[Score]], out: Path, progress: P
         raise UsageError("no priors to draw; train dynamics whose backbone.prior.kind learns one.")
     if without := [name for name in logged if name not in learned]:
         progress.warn(f"not in the picture: {', '.join(without)}, without attention priors that are learned")
-    settings = {name: settings_of(groups[name][0].evaluation) for name in learned}
+    every = {name: [settings_of(score.evaluation) for score in groups[name]] for name in learned}
+    check_same_priors(every)
+    settings = {name: members[0] for name, members in every.items()}
     if len(learned) == 1:
         ((name, runs),) = learned.items()
         write_figure(out, plot_priors(runs, settings[name]))
@@ -322,7 +325,14 @@ def compare_priors(groups: Mapping[str, Sequence[Score]], out: Path, progress: P
         write_figure(out, plot_prior_groups(learned, settings))
 
 
-def beside(path: Path, name: str) -> Path:
-    """Return a file for one of several pictures: with a name behind that of `path`."""
-    ending = re.sub(r"[^\w.]+", "-", name)
-    return path.with_stem(f"{path.stem}-{ending}")
+def picture_files(path: Path, environments: Sequence[str]) -> dict[str, Path]:
+    """Return the file of each environment's picture: `path`, or of several with its name behind that of `path`."""
+    if len(environments) == 1:
+        return {environments[0]: path}
+    names = [environment.rpartition("/")[2] for environment in environments]
+    names = names if len({*names}) == len(names) else list(environments)
+    endings = [re.sub(r"[^\w.]+", "-", name) for name in names]
+    return {
+        environment: path.with_stem(f"{path.stem}-{ending}")
+        for environment, ending in zip(environments, endings, strict=True)
+    }
