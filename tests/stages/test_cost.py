@@ -240,7 +240,7 @@ def test_the_variants_of_a_sweep_have_their_cost(tmp_path: Path, capsys: pytest.
     assert main.run(["compare", "--sweep", str(file), "--cost", str(tmp_path / "a.svg"), "--json"]) == 0
     shown = capsys.readouterr()
     rows = json.loads(shown.out)
-    assert "warning: 1 runs have not begun yet: iris-quick/seed-2\n" in shown.err
+    assert "warning: not begun yet: iris-quick/seed-2\n" in shown.err
     assert {(row["variant"], row["runs"]): row["seconds"] for row in rows if row["stage"] == "imagine"} == {
         ("rem-quick", 2): 5,
         ("iris-quick", 1): 50,

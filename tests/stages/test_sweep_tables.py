@@ -13,8 +13,9 @@ import pytest
 from sweep_comparison import compare_sweep
 from test_aggregate import damage, scored
 
+from wmcli.artifacts import Run
 from wmcli.cli import main
-from wmcli.errors import ArtifactError
+from wmcli.errors import ArtifactError, UsageError
 from wmcli.metrics import atari, statistics
 from wmcli.progress import Progress
 from wmcli.settings import resolve
@@ -32,7 +33,7 @@ from wmcli.stages.variants import (
 )
 from wmcli.sweeps.attempt import write_record
 from wmcli.sweeps.plan import PlannedRun, Sweep, read_sweep
-from wmcli.sweeps.tables import sweep_records
+from wmcli.sweeps.tables import changed_runs, sweep_records
 
 QUIET = Progress(quiet=True)
 MEANS = {
@@ -180,6 +181,9 @@ def test_the_cost_of_an_attempt_with_other_settings_is_not_that_of_the_run(sweep
     assert sweep_records(sweep)[run.folder] == {"seconds": None}
     recorded(sweep, run._replace(arguments=("run", run.preset, "--run", "elsewhere", *run.arguments[4:])), seconds=7.0)
     assert sweep_records(sweep)[run.folder]["seconds"] == 7.0
+    reordered = [*run.arguments[:4], *run.arguments[6:], "--set", "training.threads=2", *run.arguments[4:6]]
+    recorded(sweep, run._replace(arguments=tuple(reordered)), seconds=8.0)
+    assert sweep_records(sweep)[run.folder]["seconds"] == 8.0
 
 
 def test_without_human_scores_there_are_no_aggregates_over_games(
@@ -245,9 +249,9 @@ def test_runs_of_other_settings_are_left_out_by_name(
     assert [*found.scores] == ["retnet"]
     assert set(found.missing) == {run.name for run in changed.runs if run.variant == "mamba2"}
     assert capsys.readouterr().err.splitlines()[-1] == (
-        f"warning: 2 runs were made with other settings than {sweep.file} has now, and are left out:"
-        " Pong-v5/mamba2/seed-1, Boxing-v5/mamba2/seed-1 (dynamics.batch); to keep both set another folder in the"
-        f" file, to run them again: wm sweep {sweep.file}"
+        f"warning: left out, made with other settings than {sweep.file} has now: Pong-v5/mamba2/seed-1,"
+        " Boxing-v5/mamba2/seed-1 (dynamics.batch); to keep both set another folder in the file; to make them again"
+        f" remove their folders, then: wm sweep {sweep.file}"
     )
 
 
@@ -263,7 +267,7 @@ def test_without_a_run_of_these_settings_there_is_nothing_to_compare(
     sweep: Sweep, old: str, new: str, key: str
 ) -> None:
     sweep.file.write_text(sweep.file.read_text().replace(old, new))
-    with pytest.raises(ArtifactError, match=rf"^6 runs were made with other settings .* \({key}\); .*: wm sweep"):
+    with pytest.raises(ArtifactError, match=rf"^left out, made with other settings .* \({key}\); .*: wm sweep"):
         compare_sweep(read_sweep(sweep.file), QUIET)
 
 
@@ -278,15 +282,40 @@ def test_a_setting_that_is_gone_from_the_file_counts(sweep: Sweep) -> None:
         assert run.name in compare_sweep(sweep, QUIET).missing
 
 
+@pytest.mark.parametrize("state", ["running", "stopped", "done"])
+def test_a_preset_that_changed_with_the_version_leaves_no_run_out(sweep: Sweep, state: str) -> None:
+    run = sweep.runs[0]
+    recorded(sweep, run, state)
+    settings = resolve(run.preset, [*run.overrides, "dynamics.batch=64"]).plain()  # of the preset of then
+    scored(run.folder, 1.0, "ALE/Pong-v5", 0.1, settings=settings)
+    assert run.name not in compare_sweep(sweep, QUIET).missing
+
+
+def test_settings_that_do_not_resolve_name_their_run(sweep: Sweep) -> None:
+    sweep.file.write_text(sweep.file.read_text().replace("[vary]", "[settings]\ndynamics.batsh = 2\n[vary]"))
+    with pytest.raises(UsageError, match="Pong-v5/retnet/seed-1: .*did you mean"):
+        compare_sweep(read_sweep(sweep.file), QUIET)
+
+
+def test_a_run_whose_settings_cannot_be_read_is_left_to_those_who_read_it(sweep: Sweep) -> None:
+    for run in sweep.runs[:2]:
+        Run.open(run.folder, create=False).bind(run.preset, resolve(run.preset, run.overrides).plain())
+    (sweep.runs[0].folder / "run.toml").write_text("not TOML")
+    assert changed_runs(sweep) == {}
+    sweep.file.write_text(sweep.file.read_text().replace("[vary]", "[settings]\ndynamics.batch = 64\n[vary]"))
+    assert changed_runs(read_sweep(sweep.file)) == {sweep.runs[1].folder: ["dynamics.batch"]}
+
+
 def test_runs_stay_where_folders_or_the_way_to_compute_changed(sweep: Sweep) -> None:
-    """A sweep that was moved, that other programs ran, or whose file says otherwise how to compute."""
+    """A sweep that was moved, that other programs ran, or whose file says otherwise how to compute and to score."""
     for number, run in enumerate(sweep.runs):
         if number % 2:
             recorded(sweep, run._replace(arguments=("run", run.preset, "--run", "elsewhere", *run.arguments[4:])))
         else:
             (sweep.records / f"{run.stem}.json").unlink(missing_ok=True)
     assert sum(map(len, compare_sweep(sweep, QUIET).scores.values())) == 6
-    sweep.file.write_text(sweep.file.read_text().replace("[vary]", "[settings]\ntraining.threads = 2\n[vary]"))
+    added = "[settings]\ntraining.threads = 2\nevaluation.episodes = 7\n[vary]"
+    sweep.file.write_text(sweep.file.read_text().replace("[vary]", added))
     assert sum(map(len, compare_sweep(read_sweep(sweep.file), QUIET).scores.values())) == 6
 
 

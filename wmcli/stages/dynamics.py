@@ -103,7 +103,7 @@ def train_dynamics(
         if planner is not None:
             targets = SearchTargets(replay, world_model.action_space)
             targets.load(read_part(planner.file(TRAINING), "targets"))
-        if line := _learned_otherwise(context, world_model, replay, frames.name):
+        if "parent" not in inputs and (line := _learned_otherwise(context, world_model, replay, frames.name)):
             context.progress.warn(line)
         return DynamicsTrainer(
             world_model,

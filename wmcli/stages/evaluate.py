@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import suppress
 from pathlib import Path
 from typing import Any
@@ -20,7 +20,7 @@ from wmcli.config import Identity
 from wmcli.controllers.agent import Agent, UniformAgent
 from wmcli.controllers.base import Actor
 from wmcli.envs.grid_world import ENDLESS
-from wmcli.errors import ArtifactError, MachineError, UsageError
+from wmcli.errors import ArtifactError, MachineError, UsageError, WmError
 from wmcli.metrics import atari
 from wmcli.nn.actions import put_observation
 from wmcli.report.images import write_webp
@@ -69,8 +69,16 @@ def evaluate(context: Context, *, controller: str | None = None, episodes: int |
         raise UsageError(
             f"--episodes {episodes}: at most {MAX_EPISODES:,} make one evaluation; run several with --seed."
         )
-    job = run.job("evaluation", _identity(context, actor, episodes), {"controller": actor})
-    if existing := context.done(job):
+    played = Identity({"episodes": episodes, "protocol": PROTOCOL}) | settings.acting_identity()
+    own = Identity.of_part("evaluation", settings.evaluation, without=UNRELATED)
+    identity = settings.identity("seed", "environment") | own | played
+    job = run.job("evaluation", identity, {"controller": actor})
+    existing = context.done(job)
+    if existing is None:
+        identity = identity.instead_of(*(former | played for former in _former_identities(context, actor)))
+        job = run.job("evaluation", identity, {"controller": actor})
+        existing = context.done(job)
+    if existing is not None:
         with suppress(MachineError):  # the run may be read-only
             _point_best(run)
         context.progress.say(f"eval: {existing.name} is up to date, nothing to do (--force plays again)")
@@ -115,23 +123,20 @@ def evaluate(context: Context, *, controller: str | None = None, episodes: int |
     return artifact
 
 
-def _identity(context: Context, actor: Artifact, episodes: int) -> Identity:
-    """Return what the returns depend on.
+def _former_identities(context: Context, actor: Artifact) -> Iterator[Identity]:
+    """Yield the settings that identified scores when all of the section `evaluation` did.
 
-    Earlier versions took all of the section `evaluation`. What they published is found by the values of `UNRELATED` in
-    this command and in the controller's evaluations.
+    They have the values of `UNRELATED` in this command, and in each evaluation of the controller that can be read.
     """
     settings = context.settings
-    played = Identity({"episodes": episodes, "protocol": PROTOCOL}) | settings.acting_identity()
-    own = Identity.of_part("evaluation", settings.evaluation, without=UNRELATED)
-    scores = (each for each in context.run.artifacts("evaluation") if each.metrics["protocol"] == PROTOCOL)
-    made = [settings_of(each).evaluation for each in scores if each.inputs["controller"].digest == actor.digest]
-    former = []
-    for then in dict.fromkeys((settings.evaluation, *made)):
+    made = [settings.evaluation]
+    for each in context.run.artifacts("evaluation"):
+        if each.metrics["protocol"] == PROTOCOL and each.inputs["controller"].digest == actor.digest:
+            with suppress(WmError):
+                made.append(settings_of(each).evaluation)
+    for then in dict.fromkeys(made):
         section = settings.evaluation.model_copy(update={key: getattr(then, key) for key in UNRELATED})
-        before = settings.model_copy(update={"evaluation": section})
-        former.append(before.identity("seed", "environment", "evaluation") | played)
-    return (settings.identity("seed", "environment") | own | played).instead_of(*former)
+        yield settings.model_copy(update={"evaluation": section}).identity("seed", "environment", "evaluation")
 
 
 def _play(context: Context, work: Work, agent: Actor, episodes: int, name: str) -> PlayedEpisodes:

@@ -142,8 +142,9 @@ def _walk(
             bar.advance()
             if any(ranks.agree(inside.worked > before)) or epoch == plan.epochs:
                 own = ranks.first(partial(_prune, inside, own, plan.keep))
-            if epoch < plan.epochs and (peak := stalled(on_the_way, plan.patience)) is not None:
-                best = peak.input("controller")
+            means = [evaluation.metrics["mean"] for evaluation in on_the_way]
+            if epoch < plan.epochs and (peak := stalled(means, plan.patience)) is not None:
+                best = on_the_way[peak].input("controller")
                 context.progress.say(
                     f"run: ends after epoch {epoch} of {plan.epochs}: none of the last {plan.patience} evaluations"
                     f" exceeds that of controller@{best.version}"
@@ -155,17 +156,17 @@ def _walk(
     return newest, scores
 
 
-def stalled(evaluations: Sequence[Artifact], patience: int) -> Artifact | None:
-    """Return the best of some evaluations, the newest of equals, if none of the last `patience` is better.
+def stalled(means: Sequence[float], patience: int) -> int | None:
+    """Return the place of the best of some evaluations, the newest of equals, if none of the last `patience` is better.
 
     None if one is.
     """
-    if not patience or not evaluations:
+    if not patience or not means:
         return None
-    means = [evaluation.metrics["mean"] for evaluation in evaluations]
-    if len(means) - 1 - means.index(max(means)) < patience:
+    best = max(means)
+    if len(means) - 1 - means.index(best) < patience:
         return None
-    return next(each for each in reversed(evaluations) if each.metrics["mean"] == max(means))
+    return max(place for place, mean in enumerate(means) if mean == best)
 
 
 def _collects(settings: Settings) -> bool:
@@ -380,8 +381,7 @@ def run_epoch(context: Context, beside: Collector, newest: dict[str, Artifact]) 
 
 
 def _measure(context: Context, newest: dict[str, Artifact]) -> Iterator[Artifact]:
-    """Yield each measure of the newest models: those that the settings name; behind imported data dreams, and those of
-    play."""
+    """Yield each measure of the newest models: those of the settings, or behind imported data dreams and play."""
     yield from ranks.first(lambda: list(_measured(context, newest)))
 
 

@@ -13,7 +13,7 @@ import numpy as np
 from wmcli.artifacts import Artifact, Run
 from wmcli.assemble import settings_of
 from wmcli.config import canonical_json, did_you_mean
-from wmcli.errors import ArtifactError, UsageError
+from wmcli.errors import ArtifactError, UsageError, WmError
 from wmcli.progress import Progress
 from wmcli.settings import flatten
 from wmcli.stages.binding import Binding
@@ -92,8 +92,10 @@ def _choose_evaluation(path: Path, protocol: str, progress: Progress) -> Artifac
         if evaluation.metrics["protocol"] == protocol:
             if not _is_interim(evaluation):
                 return evaluation
-            if interim is None and (last := _last_of_patience(run, protocol)) is not None:
-                return last
+            if interim is None:
+                with suppress(WmError):  # settings that cannot be read end no run
+                    if (last := _last_of_patience(run, protocol)) is not None:
+                        return last
             interim = interim or evaluation
         else:
             others.add(evaluation.metrics["protocol"])
@@ -132,15 +134,17 @@ def _last_of_patience(run: Run, protocol: str) -> Artifact | None:
         if epoch is not None and is_short and epoch == epochs.get(each.inputs["controller"].digest):
             on_the_way[epoch] = each
     due = sorted(epoch for epoch in on_the_way if epoch < plan.epochs and epoch % plan.evaluate_every == 0)
+    means = [on_the_way[epoch].metrics["mean"] for epoch in due]
     for count, epoch in enumerate(due, 1):
-        best = stalled([on_the_way[each] for each in due[:count]], plan.patience)
+        best = stalled(means[:count], plan.patience)
         if best is None:
             continue
         if protocol != PROTOCOL:
             last = [each for each in evaluations if each.metrics["protocol"] == protocol and _epoch(each) == epoch]
         else:
-            controller, episodes = best.inputs["controller"].digest, binding.at(epoch).evaluation.episodes
+            controller = on_the_way[due[best]].inputs["controller"].digest
             of_best = [each for each in scores if each.inputs["controller"].digest == controller]
+            episodes = binding.at(epoch).evaluation.episodes
             last = [each for each in of_best if each.metrics["episodes"] == episodes]
         return last[-1] if last else None
     return None
@@ -271,29 +275,28 @@ def _differ(name: str, values: Sequence[tuple[Path, Any]]) -> str | None:
         runs.setdefault(value if isinstance(value, str) else canonical_json(value), []).append(str(run))
     if len(runs) < 2:
         return None
-    return f"{name} differ: " + ", ".join(f"{value} ({_first(names)})" for value, names in runs.items())
+    return f"{name} differ: " + ", ".join(f"{value} ({first_of(names)})" for value, names in runs.items())
 
 
-def _differ_in_learning(group: Sequence[Score], remedy: str = "") -> list[str]:
+def _differ_in_learning(group: Sequence[Score], remedy: str = "", without: tuple[str, ...] = NOT_LEARNING) -> list[str]:
     """List what differs within scores that are pooled. The `remedy` takes a setting in which they differ."""
     every = [flatten(settings_of(score.evaluation)) for score in group]
     acting = {key for score in group for key in _conditions(score)}
-    keys = [key for key in dict.fromkeys(key for each in every for key in each) if not key.startswith(NOT_LEARNING)]
+    keys = [key for key in dict.fromkeys(key for each in every for key in each) if not key.startswith(without)]
     # Keys that only some kinds have differ with the kind.
     shared = [key for key in keys if key not in acting and all(key in each for each in every)]
     other = [key for key in shared if len({str(each[key]) for each in every}) > 1]
     lines = []
     if other:
-        runs = _first([str(score.run) for score in group])
-        lines.append(
-            f"runs of different settings are pooled into one number: {_first(other)} ({runs}){remedy.format(other[0])}"
-        )
+        runs = first_of([str(score.run) for score in group])
+        what = "runs of different settings are pooled into one number"
+        lines.append(f"{what}: {first_of(other)} ({runs}){remedy.format(other[0])}")
     same: dict[str, list[str]] = {}
     for score, each in zip(group, every, strict=True):
         alike = {key: each[key] for key in ("seed", "environment.id", *keys) if key in each}
         same.setdefault(str(alike), []).append(str(score.run))
     lines += [
-        f"{_first(names)} have the same settings and the same seed, so they are no independent samples."
+        f"{first_of(names)} have the same settings and the same seed, so they are no independent samples."
         for names in same.values()
         if len(names) > 1
     ]
@@ -313,11 +316,12 @@ def differences_of_models(scores: Sequence[Score], rows: Sequence[Sequence[int]]
     line = _differ("episodes", [(score.run, score.metrics["episodes"]) for score in scores])
     lines = [line] if line else []
     for places in rows:  # these tables have no --by
-        lines += _differ_in_learning([scores[place] for place in places])
+        without = (*NOT_LEARNING, "controller.", "run.")
+        lines += _differ_in_learning([scores[place] for place in places], without=without)
     return lines
 
 
-def _first(names: Sequence[str]) -> str:
+def first_of(names: Sequence[str]) -> str:
     """Return the first names and the number of the others."""
     return ", ".join(names[:_NAMED]) + (f" and {len(names) - _NAMED} more" if len(names) > _NAMED else "")
 

@@ -135,7 +135,7 @@ def unfit(settings: Settings) -> str | None:
     if is_recorded(name):
         return f"nobody can play {name}, so the run has no games"
     if protocol in ATARI and ATARI[protocol].train.clip_reward:
-        return f"sums stored rewards, and environment.protocol = {protocol} clips them: use --protocol returns"
+        return f"sums stored rewards, and environment.protocol = {protocol} clips them"
     if settings.collect.policy != "learned":
         return f"collect.policy = {settings.collect.policy}: no controller plays while the run trains"
     return None

@@ -241,7 +241,7 @@ def _distinct(path: Path, where: str, choices: list[_Choice]) -> list[_Choice]:
 
 
 def _check_once(path: Path, variants: list[_Choice], choices: list[_Choice]) -> None:
-    """Check that no variant sets what varies: runs under several names would be the same.
+    """Check that no variant sets what varies: only one of the two would count.
 
     Raises:
         UsageError: One does.

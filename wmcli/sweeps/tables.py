@@ -4,22 +4,22 @@ from __future__ import annotations
 
 import shlex
 from collections.abc import Mapping, Sequence
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
 from wmcli.artifacts import Run
 from wmcli.artifacts.store import BINDING
-from wmcli.errors import ArtifactError
+from wmcli.errors import ArtifactError, UsageError, WmError
 from wmcli.progress import Progress
 from wmcli.settings import flatten, resolve
 from wmcli.stages.evaluate import PROTOCOL
-from wmcli.stages.scores import NOT_LEARNING, NoEvaluationError, Score, read_scores
-from wmcli.sweeps.attempt import DONE, read_record
+from wmcli.stages.scores import NOT_LEARNING, NoEvaluationError, Score, first_of, read_scores
+from wmcli.sweeps.attempt import FAILED, read_record
 from wmcli.sweeps.plan import PlannedRun, Sweep
 
-_NAMED = 5  # runs in a line
-_NO_RESULT = tuple(key for key in NOT_LEARNING if key.startswith(("training.", "run.")))
-"""Settings of how to compute and what to keep. They change no result."""
+_NO_RESULT = ("evaluation.", *(key for key in NOT_LEARNING if key.startswith(("training.", "run."))))
+"""Settings of how to score, to compute and what to keep. Scores of unlike evaluations are told apart by a warning."""
 
 
 def begun_runs(sweep: Sweep, progress: Progress) -> dict[str, list[Path]]:
@@ -32,31 +32,36 @@ def begun_runs(sweep: Sweep, progress: Progress) -> dict[str, list[Path]]:
     Raises:
         ArtifactError: None has.
     """
+    changed = changed_runs(sweep)
     folders: dict[str, list[Path]] = {}
-    waiting, others = [], _Others(sweep)
+    waiting, others = [], {}
     for run in sweep.runs:
-        bound = Run.open(run.folder, create=False).bound() if (run.folder / BINDING).exists() else None
-        if bound is None:
+        if not (run.folder / BINDING).exists():
             waiting.append(run.name)
-        elif not others.has(run, bound["settings"]):
+        elif run.folder in changed:
+            others[run.name] = changed[run.folder]
+        else:
             folders.setdefault(run.variant, []).append(run.folder)
-    others.tell(progress, left=bool(folders))
+    _tell_others(sweep, others, progress, left=bool(folders))
     if not folders:
         raise ArtifactError(f"no run of {sweep.file} has begun yet; see: wm sweep status {sweep.file}")
     if waiting:
-        progress.warn(f"{len(waiting)} runs have not begun yet: {_first(waiting)}")
+        progress.warn(f"not begun yet: {first_of(waiting)}")
     return folders
 
 
 def changed_runs(sweep: Sweep) -> dict[Path, list[str]]:
-    """Return the settings in which runs that have begun differ from what the file has now, by folder, where any do."""
-    begun = ((run, Run.open(run.folder, create=False).bound()) for run in sweep.runs if (run.folder / BINDING).exists())
-    changed = {
-        run.folder: _changed_keys(run, read_record(run, sweep.records), bound["settings"])
-        for run, bound in begun
-        if bound
-    }
-    return {folder: keys for folder, keys in changed.items() if keys}
+    """Return the settings in which runs that have begun differ from what the file has now, by folder, where any do.
+
+    What cannot be read of a run is left to those who read the run.
+    """
+    changed = {}
+    for run in sweep.runs:
+        with suppress(WmError):
+            bound = Run.open(run.folder, create=False).bound()
+            if bound and (keys := _changed_keys(run, read_record(run, sweep.records), bound["settings"])):
+                changed[run.folder] = keys
+    return changed
 
 
 def sweep_scores(sweep: Sweep, protocol: str, progress: Progress) -> tuple[dict[str, list[Score]], list[str]]:
@@ -75,7 +80,8 @@ def sweep_scores(sweep: Sweep, protocol: str, progress: Progress) -> tuple[dict[
         ArtifactError: No run has one, or a damaged one may be a run's newest.
     """
     scores: dict[str, list[Score]] = {run.variant: [] for run in sweep.runs}
-    missing, others = [], _Others(sweep)
+    missing: list[str] = []
+    others: dict[str, list[str]] = {}
     for run in sweep.runs:
         try:
             (score,) = read_scores([run.folder], protocol, progress) if run.folder.exists() else [None]
@@ -83,16 +89,19 @@ def sweep_scores(sweep: Sweep, protocol: str, progress: Progress) -> tuple[dict[
             score = None
         if score is None:
             missing.append(run.name)
-        elif not others.has(run, score.evaluation.settings):
+        elif keys := _changed_keys(run, read_record(run, sweep.records), score.evaluation.settings):
+            others[run.name] = keys
+        else:
             scores[run.variant].append(score)
     scores = {variant: members for variant, members in scores.items() if members}
-    others.tell(progress, left=bool(scores))
+    _tell_others(sweep, others, progress, left=bool(scores))
     if not scores:
         what = "is evaluated yet" if protocol == PROTOCOL else f"has an evaluation of --protocol {protocol}"
         raise ArtifactError(f"no run of {sweep.file} {what}; see: wm sweep status {sweep.file}")
     if missing:
-        progress.warn(f"{len(missing)} runs have no evaluation of --protocol {protocol} yet: {_first(missing)}")
-    return scores, [run.name for run in sweep.runs if run.name in {*missing, *others.names}]
+        progress.warn(f"{len(missing)} runs have no evaluation of --protocol {protocol} yet: {first_of(missing)}")
+    left_out = {*missing, *others}
+    return scores, [run.name for run in sweep.runs if run.name in left_out]
 
 
 def sweep_records(sweep: Sweep) -> dict[Path, dict[str, Any]]:
@@ -108,63 +117,52 @@ def sweep_records(sweep: Sweep) -> dict[Path, dict[str, Any]]:
 # -- runs of other settings -------------------------------------------------------------------------------------------
 
 
-class _Others:
-    """The runs of a sweep that were made with other settings than its file has now."""
+def _tell_others(sweep: Sweep, others: Mapping[str, Sequence[str]], progress: Progress, *, left: bool) -> None:
+    """Warn that runs are left out, with the settings in which they differ.
 
-    def __init__(self, sweep: Sweep) -> None:
-        self.names: list[str] = []
-        self._sweep = sweep
-        self._keys: dict[str, None] = {}
-
-    def has(self, run: PlannedRun, made: Mapping[str, Any]) -> bool:
-        """Return whether a run is one of them, from the settings that its result was made with."""
-        keys = _changed_keys(run, read_record(run, self._sweep.records), made)
-        if keys:
-            self.names.append(run.name)
-            self._keys |= dict.fromkeys(keys)
-        return bool(keys)
-
-    def tell(self, progress: Progress, *, left: bool) -> None:
-        """Warn that these runs are left out.
-
-        Raises:
-            ArtifactError: There are some, and no others are left.
-        """
-        if not self.names:
-            return
-        file = self._sweep.file
-        line = (
-            f"{len(self.names)} runs were made with other settings than {file} has now, and are left out:"
-            f" {_first(self.names)} ({_first([*self._keys])}); to keep both set another folder in the file, to run them"
-            f" again: wm sweep {shlex.quote(str(file))}"
-        )
-        if not left:
-            raise ArtifactError(line)
-        progress.warn(line)
+    Raises:
+        ArtifactError: There are some, and no others are left.
+    """
+    if not others:
+        return
+    keys = dict.fromkeys(key for each in others.values() for key in each)
+    line = (
+        f"left out, made with other settings than {sweep.file} has now: {first_of([*others])} ({first_of([*keys])}); to"
+        " keep both set another folder in the file; to make them again remove their folders, then: wm sweep"
+        f" {shlex.quote(str(sweep.file))}"
+    )
+    if not left:
+        raise ArtifactError(line)
+    progress.warn(line)
 
 
 def _changed_keys(run: PlannedRun, record: Mapping[str, Any] | None, made: Mapping[str, Any]) -> list[str]:
     """Return the settings of a run in the file that differ from those that its result was made with.
 
-    A run that was done with these settings is not asked, wherever its folder was then. One without a record was started
-    without `wm sweep`; what its preset says may since have changed with the version of wm. Any other may have begun
-    anew, and has its old result until it makes a new one.
+    Asked are those that the file sets, or set when the run was started. What only the preset says may have changed
+    with the version of wm. With another preset, and where the newest attempt failed, all are asked: that attempt may
+    have been refused, and the result be an earlier one.
     """
-    if record is not None and record["state"] == DONE and _is_of(run, record):
-        return []
-    settings = resolve(run.preset, run.overrides)
+    try:
+        settings = resolve(run.preset, run.overrides)
+    except UsageError as error:
+        raise UsageError(f"{run.name}: {error}") from None
     then, now = flatten(made), flatten(settings)
-    asked = list(now) if record is not None else [text.partition("=")[0] for text in run.overrides]
+    before = run if record is None else run._replace(arguments=tuple(record["arguments"]))
+    if _preset_name(before) != _preset_name(run) or (record is not None and record["state"] == FAILED):
+        asked = list(now)
+    else:
+        asked = list(dict.fromkeys(text.partition("=")[0] for text in (*run.overrides, *before.overrides)))
     without = (*settings.incidental_keys, *_NO_RESULT)
     return [key for key in asked if key in then and then[key] != now.get(key) and not key.startswith(without)]
 
 
 def _is_of(run: PlannedRun, record: Mapping[str, Any]) -> bool:
-    """Return whether a record is of the preset and overrides of a run, wherever its folder was then."""
+    """Return whether a record is of a run with these settings, wherever its folder was then."""
     before = run._replace(arguments=tuple(record["arguments"]))
-    return (Path(before.preset).name, before.overrides) == (Path(run.preset).name, run.overrides)
+    overrides = [{text for text in each.overrides if not text.startswith(_NO_RESULT)} for each in (before, run)]
+    return _preset_name(before) == _preset_name(run) and overrides[0] == overrides[1]
 
 
-def _first(names: Sequence[str]) -> str:
-    """Return the first names and the number of the others."""
-    return ", ".join(names[:_NAMED]) + (f" and {len(names) - _NAMED} more" if len(names) > _NAMED else "")
+def _preset_name(run: PlannedRun) -> str:
+    return Path(run.preset).name
