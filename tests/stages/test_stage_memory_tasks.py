@@ -26,7 +26,7 @@ from wmcli.envs.memory_task import Task, play
 from wmcli.envs.multi_doors_keys import TOGGLE
 from wmcli.envs.rooms import TELEPORT
 from wmcli.envs.tasks import TASKS
-from wmcli.errors import ArtifactError, MachineError, UsageError
+from wmcli.errors import ArtifactError, DivergedError, MachineError, UsageError
 from wmcli.experience import read_segment
 from wmcli.experience.load import HELD_OUT, SEGMENT
 from wmcli.memory import Memory
@@ -311,6 +311,31 @@ def test_training_goes_on_from_the_last_weights_and_publishes_the_best(tmp_path:
         for artifact, file in ((published, WEIGHTS), (published, TRAINING), (shorter, WEIGHTS))
     )
     assert torch.equal(best, two) and not torch.equal(best, last)
+
+
+@pytest.mark.parametrize("value", [float("nan"), float("inf"), -float("inf")])
+def test_no_weights_are_selected_where_no_validation_loss_is_finite(value: float) -> None:
+    module = torch.nn.Linear(1, 1)
+    losses = iter([value, 2.0, value])
+    best, again = (BestWeights(module, lambda: next(losses)) for _ in range(2))
+    best.validate(1)
+    again.load(best.state())
+    for each in (best, again):
+        with pytest.raises(DivergedError, match="no validation loss was finite.*dynamics.validate_every=0"):
+            each.restore()
+    again.validate(2)
+    module.weight.data.fill_(9)
+    again.validate(3)
+    again.restore()
+    assert again.metrics()["best_update"] == 2 and module.weight.item() != 9
+
+
+def test_training_without_a_finite_validation_loss_publishes_nothing(tmp_path: Path, monkeypatch) -> None:
+    run = begun(tmp_path / "run")
+    monkeypatch.setattr("wmcli.trainers.dynamics.validation_loss", lambda *about, **how: lambda: float("nan"))
+    with pytest.raises(DivergedError, match="Go on with: wm train-dynamics .* dynamics.learning_rate="):
+        train_dynamics(opened(run))
+    assert not Run.open(run, create=False).versions("dynamics")
 
 
 def test_an_episode_longer_than_a_row_is_refused(tmp_path: Path) -> None:
