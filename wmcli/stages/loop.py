@@ -22,6 +22,7 @@ from wmcli import ranks
 from wmcli.artifacts import KEY_METRICS, Artifact, needed, needed_elsewhere
 from wmcli.artifacts.environment import is_imported, is_recorded
 from wmcli.artifacts.job import MadeMeanwhileError
+from wmcli.artifacts.overview import stalled
 from wmcli.artifacts.store import BEST
 from wmcli.errors import BusyError, Stopped, UsageError
 from wmcli.experience.load import find_held_out
@@ -153,19 +154,6 @@ def _walk(
                 newest["evaluation"] = scores[-1]
                 break
     return newest, scores
-
-
-def stalled(evaluations: Sequence[Artifact], patience: int) -> Artifact | None:
-    """Return the best of some evaluations, the newest of equals, if none of the last `patience` is better.
-
-    None if one is.
-    """
-    if not patience or not evaluations:
-        return None
-    means = [evaluation.metrics["mean"] for evaluation in evaluations]
-    if len(means) - 1 - means.index(max(means)) < patience:
-        return None
-    return next(each for each in reversed(evaluations) if each.metrics["mean"] == max(means))
 
 
 def _collects(settings: Settings) -> bool:
