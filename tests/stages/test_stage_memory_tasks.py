@@ -31,6 +31,7 @@ from wmcli.experience import read_segment
 from wmcli.experience.load import HELD_OUT, SEGMENT
 from wmcli.memory import Memory
 from wmcli.metrics import memory_tasks as metrics
+from wmcli.metrics.statistics import bootstrap_share
 from wmcli.report.images import Phase
 from wmcli.settings import resolve
 from wmcli.stages import memory_strips as stage_strips
@@ -457,7 +458,11 @@ def test_doors_are_read_off_the_picture(tmp_path: Path, monkeypatch, picture: st
     if state is None:  # every door is drawn open: right as often as one is
         state = whole = (codes[counted] >= tiles.OPEN).mean()
         assert 0.05 < state < 0.95
-    assert found["state"] == pytest.approx(state) and found["whole"] == pytest.approx(whole)
+    for key, value in (("state", state), ("whole", whole)):
+        assert found[key]["value"] == pytest.approx(value)
+    hits, number = (part.reshape(5, -1).sum(1) for part in (counted & (codes >= tiles.OPEN), counted))
+    low_high = [*bootstrap_share(hits, number, np.random.default_rng(0))[1:]] if picture == "open" else [state] * 2
+    assert [found["state"][part] for part in ("low", "high")] == pytest.approx(low_high)
 
 
 def test_recall_scores_the_same_frames_for_every_k(tmp_path: Path) -> None:

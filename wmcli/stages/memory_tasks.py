@@ -307,19 +307,20 @@ def _doors(context: Context, world_model: WorldModel, task: Task, episodes: Task
     """Measure the accuracy of state and color of the doors in sight in imagined frames."""
     templates, side = tiles.PICTURES[tiles.DOORS], tiles.PIXELS
 
-    def numbers(frames: Tensor, action: Tensor, which: slice) -> tuple[np.ndarray, np.ndarray]:
+    def numbers(frames: Tensor, action: Tensor, which: slice) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
         features = roll_out(world_model, frames, action, task.context)[:, task.context :].flatten(0, 1)
         codes = episodes.compact_states[which, task.context :].reshape(len(features), -1)  # (N, 25)
         here = np.isin(codes, tiles.DOORS) & episodes.counts[which, task.context :].reshape(-1, 1)
         pictures = torch.cat([world_model.images(some) for some in features.split(FRAMES)])
         tiled = pictures.unflatten(3, (-1, side)).unflatten(2, (-1, side)).permute(0, 2, 4, 3, 5, 1).flatten(1, 2)
         doors = 255 * tiled.float().cpu().numpy()[here]
-        return metrics.nearest(doors, templates), codes[here].astype(np.int64) - tiles.LOCKED
+        episode = which.start + np.nonzero(here)[0] // task.query
+        return metrics.nearest(doors, templates), codes[here].astype(np.int64) - tiles.LOCKED, episode
 
-    imagined, real = (
+    imagined, real, episode = (
         np.concatenate(parts) for parts in zip(*_map_batches(context, episodes, "doors", numbers), strict=True)
     )
-    return metrics.doors(imagined, real, len(tiles.COLORS))._asdict()
+    return metrics.doors(imagined, real, episode, len(tiles.COLORS))._asdict()
 
 
 class _Measure(NamedTuple):
