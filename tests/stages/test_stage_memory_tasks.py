@@ -476,6 +476,22 @@ def test_recall_scores_the_same_frames_for_every_k(tmp_path: Path) -> None:
     assert row["task"] == "TwoRoomsSmallTeleport" and f"k = {ks[-1]}" in row
 
 
+def test_films_end_with_the_shortest_episode_and_strips_with_their_own(tmp_path: Path, monkeypatch) -> None:
+    """What is behind is padding: the last frame again."""
+    run = begun(tmp_path / "run", *DOORS)
+    train_dynamics(opened(run))
+    films: list[np.ndarray] = []
+    strips: list[list[int]] = []
+    monkeypatch.setattr(stage, "write_webp", lambda path, frames, fps: films.append(frames))
+    monkeypatch.setattr(stage, "strip", lambda rows, steps, phases: strips.append(steps) or np.zeros((8, 8, 3), "u1"))
+    context, task = opened(run, pictures=True), TASKS["wm/MultiDoorsKeys-2-v0"]
+    stage.evaluate_memory(context, "generation")
+    action = context.held_out(latest(run, "experience"), "test").action.view(5, -1).numpy()
+    ends = [1 + np.flatnonzero(row[:-1] != task.padding).max() + 1 for row in action[: stage.FILMED]]
+    assert len(set(ends)) > 1 and max(ends) < task.context + task.query
+    assert len(films[0]) == min(ends) and max(strips[0]) == ends[0] - 1
+
+
 @pytest.mark.parametrize(
     ("measure", "line"),
     [("recall", "--protocol recall: needs a task with a teleport"), ("doors", "a task with doors")],
