@@ -193,7 +193,8 @@ def _describe(context: Context, start: Artifact) -> None:
         )
     if is_recorded(settings.environment.id) and settings.controller.acts:
         progress.say(f"run: nobody can play {settings.environment.id}, so the controller's returns are not measured")
-    if named := [each for each in measures_of(settings) if each not in _measures_of_play(settings)]:
+    apply = [HELD_OUT.name, *_measures_of_play(settings)]
+    if named := [each for each in measures_of(settings) if each not in apply]:
         progress.say(f"run: imported data have no states to measure {', '.join(named)} by: left out")
 
 
