@@ -130,6 +130,18 @@ def test_usage_names_commands_and_no_hidden_arguments(line, usage, capsys):
     assert f"Usage: {usage}" in [line.strip() for line in capsys.readouterr().out.splitlines()]
 
 
+@pytest.mark.parametrize("name", ["compare", "envs"])
+def test_help_names_the_formats_of_each_picture(name):
+    from wmcli.cli.compare import OF_FRAMES
+    from wmcli.report.plots import SUFFIXES
+
+    drawn = [each for each in command([name]).params if each.metavar == "FILE" and "raw" in each.help]
+    assert len(drawn) == {"compare": 9, "envs": 1}[name]
+    for option in drawn:
+        formats = ".png" if option.name in OF_FRAMES else ", ".join(SUFFIXES[:-1]) + f" or {SUFFIXES[-1]}"
+        assert f"({formats})" in option.help, option.name
+
+
 @pytest.mark.parametrize("name", EVERY)
 def test_examples_name_options_that_exist(name):
     assert examples(name)

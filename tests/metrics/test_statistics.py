@@ -226,3 +226,15 @@ def test_improvement_interval_holds_the_estimate():
     rem, iris = atari.normalized_runs("REM"), atari.normalized_runs("IRIS")
     estimate = statistics.bootstrap_improvement(rem, iris, np.random.default_rng(11), repetitions=500)
     assert 0.5 < estimate.low < estimate.value < estimate.high < 0.7
+
+
+def test_a_share_has_the_interval_of_its_clusters() -> None:
+    hits, counts = np.array([90, 0, 0]), np.array([90, 10, 0])  # nothing to hit in the third
+    assert statistics.bootstrap_share(hits, counts, np.random.default_rng(0)) == (0.9, 0.0, 1.0)
+    assert statistics.bootstrap_share(hits[:1], counts[:1], np.random.default_rng(0)) == (1.0, None, None)
+    number = np.full(400, 5)
+    hits = np.random.default_rng(1).binomial(number, 0.3)
+    found = statistics.bootstrap_share(hits, number, np.random.default_rng(2), repetitions=2000)
+    half = 1.96 * np.sqrt(0.3 * 0.7 / 2000)
+    assert found.low == pytest.approx(found.value - half, abs=0.003)
+    assert found.high == pytest.approx(found.value + half, abs=0.003)

@@ -442,7 +442,7 @@ MUTATIONS = (
     ),
     Mutation(
         "patience-is-ignored",
-        "wmcli/stages/loop.py",
+        "wmcli/artifacts/overview.py",
         "if not patience or not evaluations:",
         "if True:",
         LOOP,

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Sequence
 from datetime import datetime, timedelta
 from pathlib import Path
 from time import sleep
@@ -14,7 +15,7 @@ from PIL import Image
 from tiny_run import copied, latest, opened
 
 from wmcli.artifacts import Artifact, Run
-from wmcli.artifacts.overview import seconds_of_work
+from wmcli.artifacts.overview import describe_run, seconds_of_work
 from wmcli.errors import ArtifactError, UsageError
 from wmcli.metrics import atari
 from wmcli.progress import Progress
@@ -152,11 +153,8 @@ PATIENCE: dict[str, tuple[list[str], list[Made | None], int, bool]] = {
 }
 
 
-@pytest.mark.parametrize("case", PATIENCE)
-def test_the_last_evaluation_of_a_run_that_patience_ended_is_final(
-    case: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    overrides, evaluations, chosen, is_final = PATIENCE[case]
+def patient(folder: Path, overrides: list[str], evaluations: Sequence[Made | None]) -> Run:
+    """A run of `run.patience` = 2 with these evaluations."""
     plan = [
         "run.epochs=8",
         "run.evaluate_every=1",
@@ -164,7 +162,7 @@ def test_the_last_evaluation_of_a_run_that_patience_ended_is_final(
         "run.patience=2",
         "evaluation.episodes=4",
     ]
-    run, line = Run.open(tmp_path / "run", create=True), list[Artifact]()
+    run, line = Run.open(folder, create=True), list[Artifact]()
     for number, made in enumerate(evaluations):
         if made is ANEW:
             line = []
@@ -185,9 +183,30 @@ def test_the_last_evaluation_of_a_run_that_patience_ended_is_final(
             controller=line[of - 1],
         )
     run.bind("quickstart", resolve("quickstart", [*plan, *overrides]).plain())
+    return run
+
+
+@pytest.mark.parametrize("case", PATIENCE)
+def test_the_last_evaluation_of_a_run_that_patience_ended_is_final(
+    case: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    overrides, evaluations, chosen, is_final = PATIENCE[case]
+    run = patient(tmp_path / "run", overrides, evaluations)
     protocol = "training" if GAMES in evaluations else "returns"
     found = read_scores([run.path], protocol, QUIET)[0].evaluation
     assert (found.version, warnings(capsys) == []) == (chosen, is_final)
+    assert (describe_run(run.path)["status"] == "finished") == is_final
+
+
+@pytest.mark.parametrize(("epoch", "status"), [(5, "idle"), (4, "finished")])
+def test_the_episodes_that_end_patience_are_those_of_its_epoch(epoch: int, status: str, tmp_path: Path) -> None:
+    """The last evaluation, of epoch 4, is of two episodes."""
+    run = patient(tmp_path / "run", [], WAY)
+    bound = run.bound()
+    assert bound is not None
+    changes = [{"epoch": epoch, "set": ["evaluation.episodes=2"]}]
+    run.bind(bound["preset"], bound["settings"], changes, expected=bound)
+    assert describe_run(run.path)["status"] == status
 
 
 def test_a_damaged_evaluation_matters_only_where_it_is_the_newest(tmp_path: Path) -> None:

@@ -88,6 +88,13 @@ def test_diverged_episodes_stand_in_the_cell() -> None:
     assert memory_table.summarize(first).endswith("generation diverged in 3")
 
 
+def test_doors_have_an_interval_and_those_of_earlier_versions_none() -> None:
+    former = Found("seed=1", protocol="doors", state=0.5, whole=0.25, number=90)
+    run = Found("seed=2", protocol="doors", state=estimate(0.75, 0.5, 1), whole=estimate(0.5, 0.25, 0.75), number=90)
+    assert table([former])[0]["state %"] == "50.0" and table([run])[0]["state %"] == "75.0 (50.0-100.0)"
+    assert table([former, run])[0]["state and color %"] == "37.5 ± 17.7"
+
+
 def test_models_of_one_name_are_told_apart_by_their_settings() -> None:
     cache = "backbone.kind=transformer-xl", "backbone.width=68", "backbone.heads=4"
     runs = [

@@ -26,11 +26,12 @@ from wmcli.envs.memory_task import Task, play
 from wmcli.envs.multi_doors_keys import TOGGLE
 from wmcli.envs.rooms import TELEPORT
 from wmcli.envs.tasks import TASKS
-from wmcli.errors import ArtifactError, MachineError, UsageError
+from wmcli.errors import ArtifactError, DivergedError, MachineError, UsageError
 from wmcli.experience import read_segment
 from wmcli.experience.load import HELD_OUT, SEGMENT
 from wmcli.memory import Memory
 from wmcli.metrics import memory_tasks as metrics
+from wmcli.metrics.statistics import bootstrap_share
 from wmcli.report.images import Phase
 from wmcli.settings import resolve
 from wmcli.stages import memory_strips as stage_strips
@@ -313,6 +314,33 @@ def test_training_goes_on_from_the_last_weights_and_publishes_the_best(tmp_path:
     assert torch.equal(best, two) and not torch.equal(best, last)
 
 
+@pytest.mark.parametrize("value", [float("nan"), float("inf"), -float("inf")])
+def test_no_weights_are_selected_where_no_validation_loss_is_finite(value: float) -> None:
+    module = torch.nn.Linear(1, 1)
+    losses = iter([value, 2.0, value])
+    best, again = (BestWeights(module, lambda: next(losses)) for _ in range(2))
+    best.validate(1)
+    again.load(best.state())
+    for each in (best, again):
+        with pytest.raises(DivergedError, match="no validation loss was finite.*dynamics.validate_every=0"):
+            each.restore()
+    again.validate(2)
+    module.weight.data.fill_(9)
+    again.validate(3)
+    again.restore()
+    assert again.metrics()["best_update"] == 2 and module.weight.item() != 9
+
+
+def test_training_without_a_finite_validation_loss_publishes_nothing(
+    memory_run: Path, tmp_path: Path, monkeypatch
+) -> None:
+    run = copied(memory_run, tmp_path / "run")
+    monkeypatch.setattr("wmcli.trainers.dynamics.validation_loss", lambda *about, **how: lambda: float("nan"))
+    with pytest.raises(DivergedError, match="Go on with: wm train-dynamics .* dynamics.learning_rate="):
+        train_dynamics(opened(run, "dynamics.updates=1"))
+    assert Run.open(run, create=False).versions("dynamics") == [1]
+
+
 def test_an_episode_longer_than_a_row_is_refused(tmp_path: Path) -> None:
     run = begun(tmp_path / "run")
     with pytest.raises(
@@ -432,7 +460,11 @@ def test_doors_are_read_off_the_picture(tmp_path: Path, monkeypatch, picture: st
     if state is None:  # every door is drawn open: right as often as one is
         state = whole = (codes[counted] >= tiles.OPEN).mean()
         assert 0.05 < state < 0.95
-    assert found["state"] == pytest.approx(state) and found["whole"] == pytest.approx(whole)
+    for key, value in (("state", state), ("whole", whole)):
+        assert found[key]["value"] == pytest.approx(value)
+    hits, number = (part.reshape(5, -1).sum(1) for part in (counted & (codes >= tiles.OPEN), counted))
+    low_high = [*bootstrap_share(hits, number, np.random.default_rng(0))[1:]] if picture == "open" else [state] * 2
+    assert [found["state"][part] for part in ("low", "high")] == pytest.approx(low_high)
 
 
 def test_recall_scores_the_same_frames_for_every_k(tmp_path: Path) -> None:
@@ -444,6 +476,22 @@ def test_recall_scores_the_same_frames_for_every_k(tmp_path: Path) -> None:
     assert set(found["recall"]) == {str(k) for k in ks} and found["frames_scored"] == task.query - ks[-1] - 1
     row = table([latest(run, "evaluation")])[0]
     assert row["task"] == "TwoRoomsSmallTeleport" and f"k = {ks[-1]}" in row
+
+
+def test_films_end_with_the_shortest_episode_and_strips_with_their_own(tmp_path: Path, monkeypatch) -> None:
+    """What is behind is padding: the last frame again."""
+    run = begun(tmp_path / "run", *DOORS)
+    train_dynamics(opened(run))
+    films: list[np.ndarray] = []
+    strips: list[list[int]] = []
+    monkeypatch.setattr(stage, "write_webp", lambda path, frames, fps: films.append(frames))
+    monkeypatch.setattr(stage, "strip", lambda rows, steps, phases: strips.append(steps) or np.zeros((8, 8, 3), "u1"))
+    context, task = opened(run, pictures=True), TASKS["wm/MultiDoorsKeys-2-v0"]
+    stage.evaluate_memory(context, "generation")
+    action = context.held_out(latest(run, "experience"), "test").action.view(5, -1).numpy()
+    ends = [1 + np.flatnonzero(row[:-1] != task.padding).max() + 1 for row in action[: stage.FILMED]]
+    assert len(set(ends)) > 1 and max(ends) < task.context + task.query
+    assert len(films[0]) == min(ends) and max(strips[0]) == ends[0] - 1
 
 
 @pytest.mark.parametrize(

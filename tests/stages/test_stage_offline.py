@@ -325,6 +325,22 @@ def test_measures_that_do_not_apply_are_named_once(folder: Path, tmp_path: Path,
     assert sha256(latest(tmp_path / "run", "controller"))
 
 
+@pytest.mark.parametrize("episodes", [0, 2])
+def test_held_out_episodes_are_never_said_to_be_left_out(
+    episodes: int, folder: Path, tmp_path: Path, capsys: pytest.CaptureFixture
+) -> None:
+    importing = Importing(str(folder), held_out=episodes)
+    texts = [*LOOP, 'evaluation.measures=["generation", "held-out"]']
+    texts += importing.defaults(tmp_path / "run", texts)
+    context = open_context(tmp_path / "run", None, texts, create=True)
+    start = import_experience(context, importing)
+    capsys.readouterr()
+    loop._describe(context, start)
+    said = capsys.readouterr().err
+    assert "imported data have no states to measure generation by: left out" in said
+    assert ("dreams are not measured" in said) == (episodes == 0)
+
+
 def test_errors_are_those_of_each_part() -> None:
     real = torch.tensor([[[0, 255], [51, 0]]], dtype=torch.uint8)
     guess = torch.tensor([[[255, 255], [0, 0]]], dtype=torch.uint8)

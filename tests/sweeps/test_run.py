@@ -15,6 +15,7 @@ from typing import Any
 
 import pytest
 
+from wmcli.artifacts import Run
 from wmcli.cli import main
 from wmcli.errors import MachineError, Stopped, UsageError
 from wmcli.progress import Progress
@@ -259,20 +260,92 @@ def test_a_dry_run_is_one_document_too(sweep: Sweep, attempts: list[Any], capsys
     assert json.loads(shown.out) == [{"run": "seed-2", "folder": folder, "command": command}] and not shown.err
 
 
-def test_the_estimate_is_of_the_first_run_of_each_variant(
-    sweep: Sweep, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
+@pytest.fixture
+def estimates(monkeypatch: pytest.MonkeyPatch) -> list[list[str]]:
+    """The command lines of the measurements. A run takes 60 seconds, one of Chain 600."""
     measured: list[list[str]] = []
 
     def stand_in(command: list[str], **how: Any) -> subprocess.CompletedProcess[str]:
         measured.append(command[3:])
-        return subprocess.CompletedProcess(command, 0, '{"seconds": 60, "memory": 2e9}', "")
+        seconds = 600 if any("Chain" in word for word in command) else 60
+        return subprocess.CompletedProcess(command, 0, json.dumps({"seconds": seconds, "memory": 2e9}), "")
 
     monkeypatch.setattr(subprocess, "run", stand_in)
+    return measured
+
+
+def test_the_estimate_is_of_the_first_run_of_each_variant(
+    sweep: Sweep, estimates: list[list[str]], capsys: pytest.CaptureFixture[str]
+) -> None:
     estimate_sweep(sweep, sweep.runs, "local", Progress())
     options = ["--preset", "quickstart", "--run", str(sweep.folder / "seed-1"), "--set", "seed=1"]
-    assert measured == [["profile", "--estimate", "--json", "--quiet", *options]]
+    assert estimates == [["profile", "--estimate", "--json", "--quiet", *options]]
     assert "4 min in all, 2 min with 2 at a time" in capsys.readouterr().err
+
+
+def test_each_environment_is_measured(
+    sweep: Sweep, estimates: list[list[str]], capsys: pytest.CaptureFixture[str]
+) -> None:
+    games = '[vary]\nenvironment.id = ["wm/Catch-v0", "wm/Chain-v0"]\nbackbone.kind = ["gru", "s5"]\n'
+    sweep.file.write_text(sweep.file.read_text().replace("[vary]\n", games))
+    plan = read_sweep(sweep.file)
+    estimate_sweep(plan, plan.runs, "local", Progress())
+    assert len(estimates) == 4
+    said = capsys.readouterr().err
+    assert "estimate: s5 on Chain-v0: 10 min and 2.0 GB for each of 4 runs on this machine" in said
+    assert "estimate: 88 min in all" in said and "not measured" not in said
+
+
+def test_environments_beyond_the_most_that_are_measured_are_named(
+    sweep: Sweep, estimates: list[list[str]], monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr("wmcli.sweeps.estimate.MOST", 3)
+    games = '[vary]\nenvironment.id = ["wm/Catch-v0", "wm/Chain-v0", "wm/Bandit-v0"]\nbackbone.kind = ["gru", "s5"]\n'
+    sweep.file.write_text(sweep.file.read_text().replace("[vary]\n", games))
+    plan = read_sweep(sweep.file)
+    estimate_sweep(plan, plan.runs, "local", Progress())
+    assert [command[command.index("--run") + 1].split("/")[-3:-1] for command in estimates] == [
+        ["Catch-v0", "gru"],
+        ["Catch-v0", "s5"],
+        ["Chain-v0", "gru"],
+    ]
+    said = capsys.readouterr().err
+    assert "estimate: gru: not measured on Bandit-v0, counted with the mean of the others (6 min)" in said
+    assert "estimate: s5: not measured on Chain-v0, Bandit-v0, counted with the mean of the others (60 s)" in said
+    assert "estimate: 78 min in all" in said  # 4 runs of 60, 600 and 330 seconds, and 12 of 60
+
+
+def test_an_environment_that_cannot_be_measured_counts_as_the_others(
+    sweep: Sweep, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    def stand_in(command: list[str], **how: Any) -> subprocess.CompletedProcess[str]:
+        is_chain = any("Chain" in word for word in command)
+        return subprocess.CompletedProcess(command, int(is_chain), '{"seconds": 60, "memory": 2e9}', "no such game")
+
+    monkeypatch.setattr(subprocess, "run", stand_in)
+    sweep.file.write_text(
+        sweep.file.read_text().replace("[vary]\n", '[vary]\nenvironment.id = ["wm/Catch-v0", "wm/Chain-v0"]\n')
+    )
+    plan = read_sweep(sweep.file)
+    estimate_sweep(plan, plan.runs, "local", Progress())
+    said = capsys.readouterr().err
+    assert "warning: all on Chain-v0: no estimate: no such game" in said
+    assert "estimate: all: not measured on Chain-v0, counted" in said and "estimate: 8 min in all" in said
+
+
+def test_of_a_run_that_has_begun_the_rest_counts(
+    sweep: Sweep, estimates: list[list[str]], capsys: pytest.CaptureFixture[str]
+) -> None:
+    about = {"preset": "quickstart", "settings": {"run": {"epochs": 4}}}
+    for planned, epoch in zip(sweep.runs, (4, 1), strict=False):
+        opened = Run.open(planned.folder, create=True)
+        opened.bind(**about)
+        with opened.job("experience", {}, {}).work() as work:
+            work.publish(settings={}, metrics={}, environment=None, machine={}, extra={"epoch": epoch})
+    estimate_sweep(sweep, sweep.runs, "local", Progress())
+    said = capsys.readouterr().err
+    assert "60 s and 2.0 GB for each of 4 runs on this machine" in said
+    assert "estimate: 3 min in all, 98 s with 2 at a time, without evaluation; of 1 run that has begun the rest" in said
 
 
 def test_executors_are_those_of_the_command() -> None:

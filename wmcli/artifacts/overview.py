@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import fcntl
 import os
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from datetime import UTC, datetime
 from pathlib import Path
@@ -17,7 +17,7 @@ from wmcli.artifacts.job import has_checkpoint
 from wmcli.artifacts.lock import HOLDER, LOCK
 from wmcli.artifacts.manifest import KINDS, MANIFEST, VERSION_NAME, Artifact, open_artifact
 from wmcli.artifacts.store import BINDING, Run, records_in
-from wmcli.config import flat
+from wmcli.config import flat, lay_over, nested, parse_override
 from wmcli.errors import ArtifactError, UsageError, WmError
 from wmcli.reading import damage, open_file
 
@@ -69,8 +69,8 @@ def describe_run(
     """Return preset, progress, newest score and size of a run as plain values, with the keys of COLUMNS.
 
     `status` is "running" (a process writes in it), "interrupted" (it has a checkpoint), "finished" (the newest artifact
-    is the last epoch's evaluation), "idle", or "damaged", with the reason in `problem`. Times are ISO 8601 in UTC,
-    sizes bytes on disk.
+    is the last epoch's evaluation, or `run.patience` ended it), "idle", or "damaged", with the reason in `problem`.
+    Times are ISO 8601 in UTC, sizes bytes on disk.
 
     Args:
         path: The run.
@@ -110,14 +110,17 @@ def describe_run(
         row["status"] = "damaged"
     elif any(map(has_checkpoint, run.unfinished())):
         row["status"] = "interrupted"
-    elif _finished(newest, row["epochs"]):
-        row["status"] = "finished"
+    else:
+        try:
+            row["status"] = "finished" if _finished(run, newest, row["epochs"]) else "idle"
+        except WmError as error:
+            row |= {"status": "damaged", "problem": str(error)}
     return row
 
 
 def _progress(run: Run, newest: Mapping[str, Artifact]) -> dict[str, Any]:
     """Return epoch, environment steps and the newest score, if known."""
-    row: dict[str, Any] = {"epoch": max(filter(None, map(_epoch, newest.values())), default=None)}
+    row: dict[str, Any] = {"epoch": max(filter(None, map(epoch_of, newest.values())), default=None)}
     if "experience" in newest:
         row["steps"] = newest["experience"].metrics.get("total_steps")
     scored = newest.get("evaluation")
@@ -130,18 +133,17 @@ def _progress(run: Run, newest: Mapping[str, Artifact]) -> dict[str, Any]:
     return row
 
 
-def _finished(newest: Mapping[str, Artifact], epochs: int | None) -> bool:
-    """Return whether the newest evaluation is the last epoch's or, without epochs, newer than every model."""
+def _finished(run: Run, newest: Mapping[str, Artifact], epochs: int | None) -> bool:
+    """Return whether the newest evaluation is the last epoch's or, without epochs, newer than every model.
+
+    `run.patience` may have made an earlier epoch the last one.
+    """
     if "evaluation" not in newest:
         return False
-    if (epoch := _epoch(newest["evaluation"])) is not None:
-        return epoch == epochs
+    if (epoch := epoch_of(newest["evaluation"])) is not None:
+        return epoch == epochs or last_of_patience(run) is not None
     trained = [each.manifest["created"] for kind, each in newest.items() if kind not in ("evaluation", "profile")]
     return max(trained, default="") <= newest["evaluation"].manifest["created"]
-
-
-def _epoch(artifact: Artifact) -> int | None:
-    return artifact.manifest["extra"].get("epoch")
 
 
 def locked_folders(run: Path) -> list[Path]:
@@ -210,6 +212,94 @@ def seconds_left(epoch: int | None, epochs: int | None, seconds: float | None) -
 def _at(values: Mapping[str, Any], section: str, key: str) -> Any:
     inside = values.get(section)
     return inside.get(key) if isinstance(inside, Mapping) else None
+
+
+# -- the end by run.patience ------------------------------------------------------------------------------------------
+
+
+def stalled(means: Sequence[float], patience: int) -> int | None:
+    """Return the place of the best of some means, the newest of equals, if none of the last `patience` is better.
+
+    None if one is.
+    """
+    if not patience or not means:
+        return None
+    best = max(means)
+    if len(means) - 1 - means.index(best) < patience:
+        return None
+    return max(place for place, mean in enumerate(means) if mean == best)
+
+
+def last_of_patience(run: Run, protocol: str = SCORE) -> Artifact | None:
+    """Return the newest evaluation with which `run.patience` ended a run; None if it did not, by its settings of today.
+
+    Nothing on disk says so, since other settings may go on. So it follows the evaluations on the way as the loop does.
+
+    Raises:
+        ArtifactError: An evaluation, or the settings of the run, are damaged.
+    """
+    bound = run.bound()
+    if bound is None or not _at(bound["settings"], "run", "patience"):
+        return None
+    with damage(run.path):
+        return _follow_patience(run, protocol, bound)
+
+
+def _follow_patience(run: Run, protocol: str, bound: Mapping[str, Any]) -> Artifact | None:
+    """Return the result of `last_of_patience` by a content of run.toml, see `Run.bound`."""
+    plan = bound["settings"]["run"]
+    evaluations, epochs = run.artifacts("evaluation"), _epochs_of_controllers(run)
+    scores = [each for each in evaluations if each.metrics["protocol"] == SCORE]
+    on_the_way: dict[int, Artifact] = {}
+    for each in scores:
+        epoch, is_short = epoch_of(each), each.metrics["episodes"] == plan["evaluate_episodes"]
+        if epoch is not None and is_short and epoch == epochs.get(each.inputs["controller"].digest):
+            on_the_way[epoch] = each
+    due = sorted(epoch for epoch in on_the_way if epoch < plan["epochs"] and epoch % plan["evaluate_every"] == 0)
+    means = [on_the_way[epoch].metrics["mean"] for epoch in due]
+    for count, epoch in enumerate(due, 1):
+        best = stalled(means[:count], plan["patience"])
+        if best is None:
+            continue
+        if protocol != SCORE:
+            last = [each for each in evaluations if each.metrics["protocol"] == protocol and epoch_of(each) == epoch]
+        else:
+            controller = on_the_way[due[best]].inputs["controller"].digest
+            episodes = _episodes(bound, epoch)
+            of_best = [each for each in scores if each.inputs["controller"].digest == controller]
+            last = [each for each in of_best if each.metrics["episodes"] == episodes]
+        return last[-1] if last else None
+    return None
+
+
+def _episodes(bound: Mapping[str, Any], epoch: int) -> int:
+    """Return `evaluation.episodes` of an epoch by a content of run.toml."""
+    settings = bound["settings"]
+    for text in (text for change in bound["changes"] if change["epoch"] <= epoch for text in change["set"]):
+        settings = lay_over(settings, nested(*parse_override(text)))
+    episodes: int = settings["evaluation"]["episodes"]
+    return episodes
+
+
+def _epochs_of_controllers(run: Run) -> dict[str, int | None]:
+    """Return the epochs of the newest controller of `wm run` and of its ancestors, by digest."""
+    controllers: dict[str, Artifact] = {}
+    for version in run.versions("controller"):  # also those without weights
+        with suppress(ArtifactError):
+            controller = run.get("controller", version)
+            controllers[controller.digest] = controller
+    epochs: dict[str, int | None] = {}
+    each = next((each for each in reversed(controllers.values()) if epoch_of(each) is not None), None)
+    while each is not None:
+        epochs[each.digest] = epoch_of(each)
+        each = controllers.get(each.inputs["parent"].digest) if "parent" in each.inputs else None
+    return epochs
+
+
+def epoch_of(artifact: Artifact) -> int | None:
+    """Return the epoch of `wm run` that made an artifact; None outside of it, or if it was not recorded."""
+    epoch: int | None = artifact.manifest["extra"].get("epoch")
+    return epoch
 
 
 # -- differences -----------------------------------------------------------------------------------------------------

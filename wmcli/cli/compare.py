@@ -80,8 +80,9 @@ def compare(
         Path | None,
         typer.Option(
             metavar="FILE",
-            help="Draw curves in one picture (.png): returns over environment steps, with a line for each run or"
-            " value of --by, or the errors of --protocol generation or recall. Several games get a file each.",
+            help="Draw curves in one picture (.png, .svg or .pdf): returns over environment steps, with a line for"
+            " each run or value of --by, or the errors of --protocol generation or recall. Several games get a file"
+            " each.",
             rich_help_panel=PICTURES,
         ),
     ] = None,
@@ -104,8 +105,8 @@ def compare(
         Path | None,
         typer.Option(
             metavar="FILE",
-            help="Draw performance profiles (.png): the share of runs above each score, with a line for each value of"
-            " --by, for RUN... and --against, and for --published.",
+            help="Draw performance profiles (.png, .svg or .pdf): the share of runs above each score, with a line"
+            " for each value of --by, for RUN... and --against, and for --published.",
             rich_help_panel=PICTURES,
         ),
     ] = None,
@@ -113,7 +114,8 @@ def compare(
         Path | None,
         typer.Option(
             metavar="FILE",
-            help="Draw mean, median, interquartile mean and optimality gap of the same, with 95 % intervals (.png).",
+            help="Draw mean, median, interquartile mean and optimality gap of the same, with 95 % intervals"
+            " (.png, .svg or .pdf).",
             rich_help_panel=PICTURES,
         ),
     ] = None,
@@ -121,8 +123,8 @@ def compare(
         Path | None,
         typer.Option(
             metavar="FILE",
-            help="Draw the probability of improvement (.png): over the first of our variants, and over each published"
-            " one. Without runs: of the first published one over each other.",
+            help="Draw the probability of improvement (.png, .svg or .pdf): over the first of our variants, and over"
+            " each published one. Without runs: of the first published one over each other.",
             rich_help_panel=PICTURES,
         ),
     ] = None,
@@ -130,8 +132,8 @@ def compare(
         Path | None,
         typer.Option(
             metavar="FILE",
-            help="Draw the attention priors that the runs learned (.png): over updates, or with --by the last ones of"
-            " each value.",
+            help="Draw the attention priors that the runs learned (.png, .svg or .pdf): over updates, or with --by"
+            " the last ones of each value.",
             rich_help_panel=PICTURES,
         ),
     ] = None,
@@ -139,8 +141,8 @@ def compare(
         Path | None,
         typer.Option(
             metavar="FILE",
-            help="Draw attention priors as matrices, and the attention paid to stored episodes (.png), with a row for"
-            " each run or value of --by.",
+            help="Draw attention priors as matrices, and the attention paid to stored episodes (.png, .svg or .pdf),"
+            " with a row for each run or value of --by.",
             rich_help_panel=PICTURES,
         ),
     ] = None,
@@ -148,8 +150,8 @@ def compare(
         Path | None,
         typer.Option(
             metavar="FILE",
-            help="Draw the losses of dynamics models on held-out episodes over updates (.png), dotted in training, with"
-            " a line for each run or value of --by: training.held_out_every.",
+            help="Draw the losses of dynamics models on held-out episodes over updates (.png, .svg or .pdf), dotted"
+            " in training, with a line for each run or value of --by: training.held_out_every.",
             rich_help_panel=PICTURES,
         ),
     ] = None,
@@ -166,8 +168,8 @@ def compare(
         Path | None,
         typer.Option(
             metavar="FILE",
-            help="Show seconds of an epoch by stage instead, and draw them (.png): of RUN... by --by, or by preset over"
-            " seeds, or of the variants of --sweep. Runs need no evaluation.",
+            help="Show seconds of an epoch by stage instead, and draw them (.png, .svg or .pdf): of RUN... by --by,"
+            " or by preset over seeds, or of the variants of --sweep. Runs need no evaluation.",
             rich_help_panel=PICTURES,
         ),
     ] = None,

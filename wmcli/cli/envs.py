@@ -23,7 +23,8 @@ def envs(
         Path | None,
         typer.Option(
             metavar="FILE",
-            help="Draw an episode of each ENV from above (.png): walls, objects and doors, and the walk of the script.",
+            help="Draw an episode of each ENV from above (.png, .svg or .pdf): walls, objects and doors, and the"
+            " walk of the script.",
         ),
     ] = None,
     episode: Annotated[int, typer.Option(metavar="SEED", min=0, help="Seed of the episodes that --picture draws.")] = 0,

@@ -25,8 +25,8 @@ def runs(
     """List the runs below a folder with their progress and newest score.
 
     running: a process writes in it now. interrupted: the same command resumes
-    from a checkpoint. finished: the last epoch was evaluated. damaged: a file
-    cannot be read. idle: none of these.
+    from a checkpoint. finished: the last epoch was evaluated, or run.patience
+    ended the run. damaged: a file cannot be read. idle: none of these.
 
     Examples:
         wm runs

@@ -13,15 +13,15 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from wmcli.metrics.statistics import bootstrap
+from wmcli.metrics.statistics import bootstrap, bootstrap_share
 
 
 class Doors(NamedTuple):
     """Accuracy of imagined doors."""
 
-    state: float
-    """Share of the doors with the right state, locked or open, of any color."""
-    whole: float
+    state: dict[str, Any]
+    """Share of the doors with the right state, locked or open, of any color, as `estimate` returns it."""
+    whole: dict[str, Any]
     """Share of the doors with the right state and color."""
     number: int
     """Doors in sight."""
@@ -102,13 +102,19 @@ def nearest(pictures: np.ndarray, templates: np.ndarray) -> np.ndarray:
     return np.square(flat - templates.reshape(len(templates), -1).astype(np.float32)).sum(-1).argmin(-1)
 
 
-def doors(imagined: np.ndarray, real: np.ndarray, colors: int) -> Doors:
-    """Return the accuracy of N > 0 imagined doors.
+def doors(imagined: np.ndarray, real: np.ndarray, episode: np.ndarray, colors: int) -> Doors:
+    """Return the accuracy of N > 0 imagined doors, with 95 % bootstrap intervals over episodes.
 
     Args:
         imagined: (N,), the number of each: its color if it is locked, `colors` more if it is open.
         real: (N,), likewise.
+        episode: (N,), the number of the episode of each.
         colors: Number of colors.
     """
-    same_state = (imagined >= colors) == (real >= colors)
-    return Doors(float(same_state.mean()), float((imagined == real).mean()), len(real))
+    counts = np.bincount(episode)
+
+    def share(right: np.ndarray) -> dict[str, Any]:
+        hits = np.bincount(episode, weights=right)
+        return bootstrap_share(hits, counts, np.random.default_rng(0))._asdict()
+
+    return Doors(share((imagined >= colors) == (real >= colors)), share(imagined == real), len(real))

@@ -147,6 +147,38 @@ def bootstrap_improvement(
     return Estimate(value, float(low), float(high))
 
 
+def bootstrap_share(
+    hits: np.ndarray,
+    counts: np.ndarray,
+    rng: np.random.Generator,
+    *,
+    repetitions: int = REPETITIONS,
+    confidence: float = 0.95,
+) -> Estimate:
+    """Return the share of all that was counted in E clusters, such as episodes, with its percentile bootstrap interval.
+
+    Clusters are sampled with replacement, since what is counted within one is not independent.
+
+    Args:
+        hits: (E,).
+        counts: (E,), of which `hits` are a part. Clusters without any do not count.
+        rng: For the resamples.
+        repetitions: Number of resamples.
+        confidence: Share of the resamples within the interval.
+    """
+    hits, counts = hits[counts > 0], counts[counts > 0]
+    value = float(hits.sum() / counts.sum())
+    if len(counts) == 1:
+        return Estimate(value, None, None)
+
+    def share(sample: list[list[np.ndarray]]) -> np.ndarray:
+        rows = sample[0][0]
+        return hits[rows].sum(1) / counts[rows].sum(1)
+
+    low, high = _interval(_resample([[np.arange(len(counts))]], share, rng, repetitions), confidence)
+    return Estimate(value, float(low), float(high))
+
+
 def aggregate(
     scores: Scores,
     rng: np.random.Generator | None,

@@ -22,6 +22,7 @@ from wmcli import ranks
 from wmcli.artifacts import KEY_METRICS, Artifact, needed, needed_elsewhere
 from wmcli.artifacts.environment import is_imported, is_recorded
 from wmcli.artifacts.job import MadeMeanwhileError
+from wmcli.artifacts.overview import stalled
 from wmcli.artifacts.store import BEST
 from wmcli.errors import BusyError, Stopped, UsageError
 from wmcli.experience.load import find_held_out
@@ -142,7 +143,7 @@ def _walk(
             bar.advance()
             if any(ranks.agree(inside.worked > before)) or epoch == plan.epochs:
                 own = ranks.first(partial(_prune, inside, own, plan.keep))
-            means = [evaluation.metrics["mean"] for evaluation in on_the_way]
+            means = [evaluation.metrics["mean"] for evaluation in on_the_way] if plan.patience else []
             if epoch < plan.epochs and (peak := stalled(means, plan.patience)) is not None:
                 best = on_the_way[peak].input("controller")
                 context.progress.say(
@@ -154,19 +155,6 @@ def _walk(
                 newest["evaluation"] = scores[-1]
                 break
     return newest, scores
-
-
-def stalled(means: Sequence[float], patience: int) -> int | None:
-    """Return the place of the best of some evaluations, the newest of equals, if none of the last `patience` is better.
-
-    None if one is.
-    """
-    if not patience or not means:
-        return None
-    best = max(means)
-    if len(means) - 1 - means.index(best) < patience:
-        return None
-    return max(place for place, mean in enumerate(means) if mean == best)
 
 
 def _collects(settings: Settings) -> bool:
@@ -206,7 +194,8 @@ def _describe(context: Context, start: Artifact) -> None:
         )
     if is_recorded(settings.environment.id) and settings.controller.acts:
         progress.say(f"run: nobody can play {settings.environment.id}, so the controller's returns are not measured")
-    if named := [each for each in measures_of(settings) if each not in _measures_of_play(settings)]:
+    apply = [HELD_OUT.name, *_measures_of_play(settings)]
+    if named := [each for each in measures_of(settings) if each not in apply]:
         progress.say(f"run: imported data have no states to measure {', '.join(named)} by: left out")
 
 

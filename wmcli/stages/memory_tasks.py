@@ -67,6 +67,11 @@ class TaskEpisodes(NamedTuple):
     counts: np.ndarray
     """(E, T) bool: False for padding at the end of a phase."""
 
+    @property
+    def lengths(self) -> np.ndarray:
+        """(E,), frames without the padding at the end of the query."""
+        return self.counts.shape[1] - self.counts[:, ::-1].argmax(1)
+
 
 def evaluate_memory(
     context: Context, measure: Measure, *, dynamics: str | None = None, experience: str | None = None
@@ -242,7 +247,7 @@ def _generation(
         "reconstruction": metrics.curve(observed[:, start:], counts),
     }
     if context.pictures:
-        _write_film(work.payload, *films[0], task, episodes.action[0].cpu().numpy())
+        _write_film(work.payload, *films[0], task, episodes)
         lines = {name: (range(1, 1 + len(curve["mean"])), _band(curve)) for name, curve in error_curve.items()}
         write_curves(work.payload / "generation.png", "generation", lines, context.settings.environment.id)
     return {
@@ -307,19 +312,20 @@ def _doors(context: Context, world_model: WorldModel, task: Task, episodes: Task
     """Measure the accuracy of state and color of the doors in sight in imagined frames."""
     templates, side = tiles.PICTURES[tiles.DOORS], tiles.PIXELS
 
-    def numbers(frames: Tensor, action: Tensor, which: slice) -> tuple[np.ndarray, np.ndarray]:
+    def numbers(frames: Tensor, action: Tensor, which: slice) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
         features = roll_out(world_model, frames, action, task.context)[:, task.context :].flatten(0, 1)
         codes = episodes.compact_states[which, task.context :].reshape(len(features), -1)  # (N, 25)
         here = np.isin(codes, tiles.DOORS) & episodes.counts[which, task.context :].reshape(-1, 1)
         pictures = torch.cat([world_model.images(some) for some in features.split(FRAMES)])
         tiled = pictures.unflatten(3, (-1, side)).unflatten(2, (-1, side)).permute(0, 2, 4, 3, 5, 1).flatten(1, 2)
         doors = 255 * tiled.float().cpu().numpy()[here]
-        return metrics.nearest(doors, templates), codes[here].astype(np.int64) - tiles.LOCKED
+        episode = which.start + np.nonzero(here)[0] // task.query
+        return metrics.nearest(doors, templates), codes[here].astype(np.int64) - tiles.LOCKED, episode
 
-    imagined, real = (
+    imagined, real, episode = (
         np.concatenate(parts) for parts in zip(*_map_batches(context, episodes, "doors", numbers), strict=True)
     )
-    return metrics.doors(imagined, real, len(tiles.COLORS))._asdict()
+    return metrics.doors(imagined, real, episode, len(tiles.COLORS))._asdict()
 
 
 class _Measure(NamedTuple):
@@ -390,16 +396,17 @@ def _decode(world_model: WorldModel, features: Tensor) -> np.ndarray:
     return pixels.unflatten(0, features.shape[:2]).cpu().numpy()
 
 
-def _write_film(folder: Path, real: np.ndarray, imagined: np.ndarray, task: Task, action: np.ndarray) -> None:
+def _write_film(folder: Path, real: np.ndarray, imagined: np.ndarray, task: Task, episodes: TaskEpisodes) -> None:
     """Write `imagination.webp` (episodes below each other, real left, imagined right) and `imagination.png`.
 
-    The latter is a strip of the first episode's query and the end of its context.
+    The film ends with the shortest of its episodes, the first ones. The strip is of the first one's query and the end
+    of its context.
     """
-    context_frames = task.context
-    stacked = [np.concatenate(list(frames), axis=1) for frames in (real, imagined)]
-    write_webp(folder / "imagination.webp", side_by_side(stacked[0], stacked[1], context=context_frames), fps=10)
-    rows = {"real": real[0], "imagined": imagined[0]}
-    shown = plan_query(task, action, len(real[0]), columns_that_fit(real[0], list(rows)))
+    lengths = episodes.lengths[: len(real)]
+    stacked = [np.concatenate(list(frames[:, : lengths.min()]), axis=1) for frames in (real, imagined)]
+    write_webp(folder / "imagination.webp", side_by_side(stacked[0], stacked[1], context=task.context), fps=10)
+    rows, action = {"real": real[0], "imagined": imagined[0]}, episodes.action[0].cpu().numpy()
+    shown = plan_query(task, action, int(lengths[0]), columns_that_fit(real[0], list(rows)))
     write_png(folder / "imagination.png", strip(rows, steps=shown.steps, phases=shown.phases))
 
 
@@ -435,9 +442,8 @@ def draw_strips(measure: Measure, evaluations: Sequence[Artifact], path: Path) -
             )
     task, episode, of = task_of(shown[0].context), shown[0].episode, _MEASURES[measure]
     assert of.plan is not None
-    length = int(np.flatnonzero(episode.counts[0])[-1]) + 1
     labels = [f"{name}: reward 0.00" if of.caption else name for name in ("real", *names)]
-    plan = of.plan(task, episode.action[0].cpu().numpy(), length, columns_that_fit(real, labels))
+    plan = of.plan(task, episode.action[0].cpu().numpy(), int(episode.lengths[0]), columns_that_fit(real, labels))
     rows = {f"real: reward {episode.reward[0, -2]:zg}" if of.caption else "real": real}
     for name, each in zip(names, shown, strict=True):
         machine = each.context.machine

@@ -11,14 +11,13 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from wmcli.artifacts import Artifact, Run
+from wmcli.artifacts.overview import epoch_of, last_of_patience
 from wmcli.assemble import settings_of
 from wmcli.config import canonical_json, did_you_mean
 from wmcli.errors import ArtifactError, UsageError, WmError
 from wmcli.progress import Progress
 from wmcli.settings import flatten
-from wmcli.stages.binding import Binding
 from wmcli.stages.evaluate import PROTOCOL
-from wmcli.stages.loop import stalled
 from wmcli.stages.training_games import TRAINING
 
 NORMALIZED, RETURN, GAMES = "human-normalized score", "return", "games"
@@ -94,7 +93,7 @@ def _choose_evaluation(path: Path, protocol: str, progress: Progress) -> Artifac
                 return evaluation
             if interim is None:
                 with suppress(WmError):  # settings that cannot be read end no run
-                    if (last := _last_of_patience(run, protocol)) is not None:
+                    if (last := last_of_patience(run, protocol)) is not None:
                         return last
             interim = interim or evaluation
         else:
@@ -103,7 +102,7 @@ def _choose_evaluation(path: Path, protocol: str, progress: Progress) -> Artifac
         choices = f" (it has some of --protocol {', '.join(sorted(others))})" if others else ""
         raise NoEvaluationError(f"{path} has no evaluation of --protocol {protocol}{choices}; make one with: {command}")
     progress.warn(
-        f"{path} has no final evaluation: taking {interim.name}, of epoch {_epoch(interim)} of"
+        f"{path} has no final evaluation: taking {interim.name}, of epoch {epoch_of(interim)} of"
         f" {settings_of(interim).run.epochs}."
     )
     return interim
@@ -111,64 +110,8 @@ def _choose_evaluation(path: Path, protocol: str, progress: Progress) -> Artifac
 
 def _is_interim(evaluation: Artifact) -> bool:
     """Return whether `wm run` made an evaluation before its last epoch."""
-    epoch = _epoch(evaluation)
+    epoch = epoch_of(evaluation)
     return epoch is not None and epoch < settings_of(evaluation).run.epochs
-
-
-def _last_of_patience(run: Run, protocol: str) -> Artifact | None:
-    """Return the newest evaluation with which `run.patience` ended a run; None if it did not, by its settings of today.
-
-    Nothing on disk says so, since other settings may go on. So it follows the evaluations on the way as the loop does.
-    """
-    if (bound := run.bound()) is None:
-        return None
-    binding = Binding(bound["preset"], bound["settings"], tuple(bound["changes"]))
-    plan = binding.at().run
-    if not plan.patience:
-        return None
-    evaluations, epochs = run.artifacts("evaluation"), _epochs_of_controllers(run)
-    scores = [each for each in evaluations if each.metrics["protocol"] == PROTOCOL]
-    on_the_way: dict[int, Artifact] = {}
-    for each in scores:
-        epoch, is_short = _epoch(each), each.metrics["episodes"] == plan.evaluate_episodes
-        if epoch is not None and is_short and epoch == epochs.get(each.inputs["controller"].digest):
-            on_the_way[epoch] = each
-    due = sorted(epoch for epoch in on_the_way if epoch < plan.epochs and epoch % plan.evaluate_every == 0)
-    means = [on_the_way[epoch].metrics["mean"] for epoch in due]
-    for count, epoch in enumerate(due, 1):
-        best = stalled(means[:count], plan.patience)
-        if best is None:
-            continue
-        if protocol != PROTOCOL:
-            last = [each for each in evaluations if each.metrics["protocol"] == protocol and _epoch(each) == epoch]
-        else:
-            controller = on_the_way[due[best]].inputs["controller"].digest
-            of_best = [each for each in scores if each.inputs["controller"].digest == controller]
-            episodes = binding.at(epoch).evaluation.episodes
-            last = [each for each in of_best if each.metrics["episodes"] == episodes]
-        return last[-1] if last else None
-    return None
-
-
-def _epochs_of_controllers(run: Run) -> dict[str, int | None]:
-    """Return the epochs of the newest controller of `wm run` and of its ancestors, by digest."""
-    controllers: dict[str, Artifact] = {}
-    for version in run.versions("controller"):  # also those without weights
-        with suppress(ArtifactError):
-            controller = run.get("controller", version)
-            controllers[controller.digest] = controller
-    epochs: dict[str, int | None] = {}
-    each = next((each for each in reversed(controllers.values()) if _epoch(each) is not None), None)
-    while each is not None:
-        epochs[each.digest] = _epoch(each)
-        each = controllers.get(each.inputs["parent"].digest) if "parent" in each.inputs else None
-    return epochs
-
-
-def _epoch(artifact: Artifact) -> int | None:
-    """Return the epoch of `wm run` that made an artifact; None outside of it, or if it was not recorded."""
-    epoch: int | None = artifact.manifest["extra"].get("epoch")
-    return epoch
 
 
 # -- comparability ----------------------------------------------------------------------------------------------------

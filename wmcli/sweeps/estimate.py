@@ -12,12 +12,18 @@ from typing import Any
 from wmcli.progress import Progress, duration
 from wmcli.sweeps.local import share_out
 from wmcli.sweeps.plan import PlannedRun, Sweep
+from wmcli.sweeps.status import describe
 
 SECONDS = 300  # for one estimate
+MOST = 8  # measurements, unless there are more variants
+NAMED = 3  # environments in a line
 
 
 def estimate_sweep(sweep: Sweep, runs: Sequence[PlannedRun], executor: str, progress: Progress) -> None:
-    """Say how long the runs of each variant take on this machine, from a few seconds of the first one's work.
+    """Say how long runs take on this machine, from a few seconds of the work of one of each variant and environment.
+
+    Environments beyond `MOST` measurements, and those without one, count with the mean of their variant. Of a run that
+    has begun, the epochs that are left count.
 
     Args:
         sweep: The sweep.
@@ -26,23 +32,79 @@ def estimate_sweep(sweep: Sweep, runs: Sequence[PlannedRun], executor: str, prog
         progress: Gets the estimates. Where one is not possible, it gets the reason.
     """
     slots = share_out(sweep.local, len(runs)) if executor == "local" else []
-    variants: dict[str, list[PlannedRun]] = {}
+    variants: dict[str, dict[str | None, list[PlannedRun]]] = {}
     for run in runs:
-        variants.setdefault(run.variant, []).append(run)
+        variants.setdefault(run.variant, {}).setdefault(run.environment, []).append(run)
+    shares = {run.name: _share_left(run, sweep) for run in runs}
+    measured = _measure_some(variants, slots[0] if slots else {}, progress)
     total = 0.0
-    with progress.bar("estimate", len(variants), "variants") as bar:
-        for variant, members in variants.items():
-            measured = _measure(members[0], slots[0] if slots else {}, progress)
-            if measured is not None:
-                total += len(members) * measured["seconds"]
-                progress.say(
-                    f"estimate: {variant}: {duration(measured['seconds'])} and {measured['memory'] / 1e9:.1f} GB for"
-                    f" each of {len(members)} runs on this machine"
-                )
-            bar.advance()
+    for variant, environments in variants.items():
+        known = [seconds for (of, _), seconds in measured.items() if of == variant]
+        if not known:
+            continue
+        mean = sum(known) / len(known)
+        others = [environment for environment in environments if (variant, environment) not in measured]
+        if others:
+            progress.say(
+                f"estimate: {variant}: not measured on {_first(others)}, counted with the mean of the others"
+                f" ({duration(mean)})"
+            )
+        for environment, members in environments.items():
+            seconds = measured.get((variant, environment), mean)
+            total += seconds * sum(shares[run.name] for run in members)
     if total:
         at_a_time = f", {duration(total / len(slots))} with {len(slots)} at a time" if slots else ""
-        progress.say(f"estimate: {duration(total)} in all{at_a_time}, without evaluation")
+        begun = sum(share < 1 for share in shares.values())
+        rest = f"; of {begun} {'run that has' if begun == 1 else 'runs that have'} begun the rest" if begun else ""
+        progress.say(f"estimate: {duration(total)} in all{at_a_time}, without evaluation{rest}")
+
+
+def _measure_some(
+    variants: Mapping[str, Mapping[str | None, Sequence[PlannedRun]]],
+    slot: Mapping[str, str],
+    progress: Progress,
+) -> dict[tuple[str, str | None], float]:
+    """Measure a run of each variant in its first environment, then in its second and so on, and say what it takes.
+
+    Returns:
+        The seconds of a run by variant and environment, as far as measurements were possible.
+    """
+    places = sorted(
+        ((place, variant, environment) for variant, each in variants.items() for place, environment in enumerate(each)),
+        key=lambda place: place[0],
+    )
+    chosen = places[: max(MOST, len(variants))]
+    seconds: dict[tuple[str, str | None], float] = {}
+    with progress.bar("estimate", len(chosen), "runs") as bar:
+        for _, variant, environment in chosen:
+            members = variants[variant][environment]
+            measured = _measure(members[0], slot, progress)
+            if measured is not None:
+                seconds[variant, environment] = measured["seconds"]
+                progress.say(
+                    f"estimate: {_name(members[0])}: {duration(measured['seconds'])} and"
+                    f" {measured['memory'] / 1e9:.1f} GB for each of {len(members)} runs on this machine"
+                )
+            bar.advance()
+    return seconds
+
+
+def _share_left(run: PlannedRun, sweep: Sweep) -> float:
+    """Return the share of a run's epochs that are not over."""
+    about = describe(run, sweep.records)
+    epoch, epochs = about["epoch"], about["epochs"]
+    return 1 - (min(epoch, epochs) - 1) / epochs if epoch and epochs else 1.0
+
+
+def _name(run: PlannedRun) -> str:
+    """Return the name of a measurement."""
+    return run.variant if run.environment is None else f"{run.variant} on {run.environment}"
+
+
+def _first(environments: Sequence[str | None]) -> str:
+    """Return the first names and the number of the others."""
+    more = f" and {len(environments) - NAMED} more" if len(environments) > NAMED else ""
+    return ", ".join(str(each) for each in environments[:NAMED]) + more
 
 
 def _measure(run: PlannedRun, environment: Mapping[str, str], progress: Progress) -> dict[str, Any] | None:
@@ -54,10 +116,10 @@ def _measure(run: PlannedRun, environment: Mapping[str, str], progress: Progress
             command, env={**os.environ, **environment}, capture_output=True, text=True, timeout=SECONDS, check=False
         )
     except subprocess.TimeoutExpired:
-        progress.warn(f"{run.variant}: no estimate within {SECONDS} seconds")
+        progress.warn(f"{_name(run)}: no estimate within {SECONDS} seconds")
         return None
     if done.returncode:
-        progress.warn(f"{run.variant}: no estimate: {(done.stderr.splitlines() or ['no message'])[-1]}")
+        progress.warn(f"{_name(run)}: no estimate: {(done.stderr.splitlines() or ['no message'])[-1]}")
         return None
     measured: dict[str, Any] = json.loads(done.stdout)
     return measured

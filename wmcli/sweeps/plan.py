@@ -85,6 +85,11 @@ class PlannedRun(NamedTuple):
         """What varies besides environment and seed; "all" if nothing does."""
         return ", ".join(value for key, value in self.values if key not in (ENVIRONMENT, SEED)) or "all"
 
+    @property
+    def environment(self) -> str | None:
+        """The environment as in its name; None if it does not vary by itself."""
+        return dict(self.values).get(ENVIRONMENT)
+
 
 @dataclass(frozen=True)
 class Sweep:

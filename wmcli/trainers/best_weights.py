@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Mapping
 from typing import Any
 
@@ -9,9 +10,11 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
+from wmcli.errors import DivergedError
 from wmcli.experience import Replay, WindowSampler
 from wmcli.trainers.batches import gather
 from wmcli.training.device import Machine, isolated_randomness
+from wmcli.training.loop import LOWER
 from wmcli.world_models.base import WorldModel
 
 
@@ -21,18 +24,28 @@ class BestWeights:
     def __init__(self, module: nn.Module, measure: Callable[[], float]) -> None:
         self._module, self._measure = module, measure
         self._weights: dict[str, Tensor] = {}
-        self._lowest = self._newest = float("inf")
+        self._lowest = self._newest = math.inf  # the newest is NaN if it was measured and is not finite
         self._update = 0
 
     def validate(self, update: int) -> None:
         """Measure the loss after `update` updates, and keep the weights if it is the lowest."""
-        self._newest = self._measure()
+        loss = self._measure()
+        self._newest = loss if math.isfinite(loss) else math.nan
         if self._newest < self._lowest:
             self._lowest, self._update = self._newest, update
             self._weights = {name: tensor.clone() for name, tensor in self._module.state_dict().items()}
 
     def restore(self) -> None:
-        """Load the best weights into the module, if any were measured."""
+        """Load the best weights into the module, if any were measured.
+
+        Raises:
+            DivergedError: No measured loss was finite, so nothing tells which weights are the best.
+        """
+        if not self._weights and math.isnan(self._newest):
+            raise DivergedError(
+                "validation diverged: no validation loss was finite, so no weights can be selected; publish the last"
+                f" ones with dynamics.validate_every=0, or {LOWER}"
+            )
         if self._weights:
             self._module.load_state_dict(self._weights)
 
@@ -45,7 +58,7 @@ class BestWeights:
     def state(self) -> dict[str, Any]:
         """Return weights, losses and the update."""
         weights = {f"weight.{name}": tensor.cpu().numpy() for name, tensor in self._weights.items()}
-        losses = np.array([self._lowest, self._newest])  # an array, since they may be infinite
+        losses = np.array([self._lowest, self._newest])  # an array, since they may not be finite
         return {"losses": losses, "update": self._update} | weights
 
     def load(self, state: Mapping[str, Any]) -> None:
