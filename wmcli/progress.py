@@ -46,6 +46,11 @@ def duration(seconds: float) -> str:
     return f"{seconds / 60:.0f} min" if seconds < 6000 else f"{seconds / 3600:.1f} h"
 
 
+def some(names: Sequence[str], most: int = 3) -> str:
+    """Return the first names and the number of the others: `a, b, c and 4 more`."""
+    return ", ".join(names[:most]) + (f" and {len(names) - most} more" if len(names) > most else "")
+
+
 class _Screen:
     """State that nested instances share: the open bars, their drawing on the terminal, and the warnings so far."""
 

@@ -443,7 +443,7 @@ MUTATIONS = (
     Mutation(
         "patience-is-ignored",
         "wmcli/artifacts/overview.py",
-        "if not patience or not evaluations:",
+        "if not patience or not means:",
         "if True:",
         LOOP,
     ),

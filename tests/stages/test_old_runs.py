@@ -284,7 +284,7 @@ def test_archives_of_this_version_can_be_made(tmp_path: Path) -> None:
     for archive in archives:
         run = Run.open(unpacked(archive, tmp_path / archive.stem), create=False)
         assert {state for _, state, _ in check(run)} == {"ok"} and not is_outdated(plan_upgrade(run))
-        assert describe_run(run.path)["status"] == ("interrupted" if "interrupted" in archive.name else "idle")
+        assert describe_run(run.path)["status"] == ("interrupted" if "interrupted" in archive.name else "finished")
 
 
 def test_the_page_names_the_schemas_that_this_version_writes() -> None:

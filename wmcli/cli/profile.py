@@ -125,8 +125,8 @@ def profile(
     Examples:
         wm profile --run runs/catch --device cuda
         wm profile --compare backbones --lengths 64,1024
-        wm profile --compare models --preset s4wm-2d --preset rssm-tbtt-2d --lengths 100,200
-        wm profile --compare presets --preset rem --preset rem-no-pop --preset iris-rem-config
+        wm profile --compare models --preset s4wm-2d --lengths 100,200
+        wm profile --compare presets --preset rem --preset iris-rem-config
         wm profile --estimate --preset drama-atari --set environment.id=ALE/Pong-v5
         wm profile --suite h100.json --device cuda
         wm profile --preset rem --tune --device cuda

@@ -74,7 +74,7 @@ def evaluate(context: Context, *, controller: str | None = None, episodes: int |
     identity = settings.identity("seed", "environment") | own | played
     job = run.job("evaluation", identity, {"controller": actor})
     existing = context.done(job)
-    if existing is None:
+    if existing is None:  # only now, since former identities take a look at every evaluation
         identity = identity.instead_of(*(former | played for former in _former_identities(context, actor)))
         job = run.job("evaluation", identity, {"controller": actor})
         existing = context.done(job)

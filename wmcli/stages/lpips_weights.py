@@ -15,7 +15,7 @@ from torch import Tensor
 
 from wmcli.errors import UsageError
 from wmcli.nn.lpips import WEIGHTINGS_MD5, weight_shapes
-from wmcli.progress import Progress
+from wmcli.progress import Progress, some
 from wmcli.report.files import write_whole
 
 VGG16_SHA256 = "397923af"  # how it begins; torchvision writes it into the file's name
@@ -73,8 +73,7 @@ def _fitting(
         elif not tensor.isfinite().all():
             problems.append(f"{name} is not finite")
     if problems:
-        more = f" and {len(problems) - NAMED} more" if len(problems) > NAMED else ""
-        raise UsageError(f"{path}: does not hold the weights of {model}: {', '.join(problems[:NAMED])}{more}.")
+        raise UsageError(f"{path}: does not hold the weights of {model}: {some(problems, NAMED)}.")
     return {name: tensors[name].float().contiguous() for name in shapes}
 
 

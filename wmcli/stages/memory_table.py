@@ -15,6 +15,7 @@ from wmcli.artifacts import Artifact
 from wmcli.assemble import settings_of
 from wmcli.errors import UsageError
 from wmcli.metrics.memory_tasks import diverged_in
+from wmcli.progress import some
 from wmcli.report.plots import error_curves, write_figure
 from wmcli.settings import flatten
 
@@ -260,8 +261,7 @@ def _model(metrics: dict[str, Any]) -> str:
 
 
 def _format_note(note: dict[str, Any]) -> str:
-    parts = [f"{key}={value}" for key, value in note.items()][:NOTED]
-    return ", ".join(parts) + (f" and {len(note) - NOTED} more" if len(note) > NOTED else "")
+    return some([f"{key}={value}" for key, value in note.items()], NOTED)
 
 
 def _task(environment: str) -> str:

@@ -15,7 +15,7 @@ from wmcli.artifacts.overview import epoch_of, last_of_patience
 from wmcli.assemble import settings_of
 from wmcli.config import canonical_json, did_you_mean
 from wmcli.errors import ArtifactError, UsageError, WmError
-from wmcli.progress import Progress
+from wmcli.progress import Progress, some
 from wmcli.settings import flatten
 from wmcli.stages.evaluate import PROTOCOL
 from wmcli.stages.training_games import TRAINING
@@ -143,7 +143,6 @@ NOT_LEARNING = (
     "training.log_to",
 )
 """Settings in which runs of one system may differ: seeds, tasks, and settings without influence on the weights."""
-_NAMED = 3  # runs or settings in a warning
 
 
 def differences(groups: Sequence[Sequence[Score]], by: Sequence[str] = ()) -> list[str]:
@@ -218,7 +217,7 @@ def _differ(name: str, values: Sequence[tuple[Path, Any]]) -> str | None:
         runs.setdefault(value if isinstance(value, str) else canonical_json(value), []).append(str(run))
     if len(runs) < 2:
         return None
-    return f"{name} differ: " + ", ".join(f"{value} ({first_of(names)})" for value, names in runs.items())
+    return f"{name} differ: " + ", ".join(f"{value} ({some(names)})" for value, names in runs.items())
 
 
 def _differ_in_learning(group: Sequence[Score], remedy: str = "", without: tuple[str, ...] = NOT_LEARNING) -> list[str]:
@@ -231,15 +230,15 @@ def _differ_in_learning(group: Sequence[Score], remedy: str = "", without: tuple
     other = [key for key in shared if len({str(each[key]) for each in every}) > 1]
     lines = []
     if other:
-        runs = first_of([str(score.run) for score in group])
+        runs = some([str(score.run) for score in group])
         what = "runs of different settings are pooled into one number"
-        lines.append(f"{what}: {first_of(other)} ({runs}){remedy.format(other[0])}")
+        lines.append(f"{what}: {some(other)} ({runs}){remedy.format(other[0])}")
     same: dict[str, list[str]] = {}
     for score, each in zip(group, every, strict=True):
         alike = {key: each[key] for key in ("seed", "environment.id", *keys) if key in each}
         same.setdefault(str(alike), []).append(str(score.run))
     lines += [
-        f"{first_of(names)} have the same settings and the same seed, so they are no independent samples."
+        f"{some(names)} have the same settings and the same seed, so they are no independent samples."
         for names in same.values()
         if len(names) > 1
     ]
@@ -262,11 +261,6 @@ def differences_of_models(scores: Sequence[Score], rows: Sequence[Sequence[int]]
         without = (*NOT_LEARNING, "controller.", "run.")
         lines += _differ_in_learning([scores[place] for place in places], without=without)
     return lines
-
-
-def first_of(names: Sequence[str]) -> str:
-    """Return the first names and the number of the others."""
-    return ", ".join(names[:_NAMED]) + (f" and {len(names) - _NAMED} more" if len(names) > _NAMED else "")
 
 
 # -- pooling ---------------------------------------------------------------------------------------------------------

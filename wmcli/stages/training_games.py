@@ -101,7 +101,8 @@ def evaluate_training(context: Context, *, experience: str | None = None, episod
 def _segments(context: Context, newest: Artifact) -> Iterator[dict[str, np.ndarray]]:
     """Yield the columns of games of all segments up to `newest`, oldest first.
 
-    In those of others, imported or by a script, no environment stands that the run could go on in. They are `IMPORTED`.
+    Only a segment that the run itself played holds the state of its environments. Games of the others, imported or of a
+    script, get the stream `IMPORTED` and do not count.
     """
     chain = [newest]
     while "previous" in chain[-1].inputs:

@@ -9,14 +9,13 @@ import sys
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from wmcli.progress import Progress, duration
+from wmcli.progress import Progress, duration, some
 from wmcli.sweeps.local import share_out
 from wmcli.sweeps.plan import PlannedRun, Sweep
 from wmcli.sweeps.status import describe
 
 SECONDS = 300  # for one estimate
 MOST = 8  # measurements, unless there are more variants
-NAMED = 3  # environments in a line
 
 
 def estimate_sweep(sweep: Sweep, runs: Sequence[PlannedRun], executor: str, progress: Progress) -> None:
@@ -46,8 +45,8 @@ def estimate_sweep(sweep: Sweep, runs: Sequence[PlannedRun], executor: str, prog
         others = [environment for environment in environments if (variant, environment) not in measured]
         if others:
             progress.say(
-                f"estimate: {variant}: not measured on {_first(others)}, counted with the mean of the others"
-                f" ({duration(mean)})"
+                f"estimate: {variant}: not measured on {some([str(each) for each in others])}, counted with the mean"
+                f" of the others ({duration(mean)})"
             )
         for environment, members in environments.items():
             seconds = measured.get((variant, environment), mean)
@@ -99,12 +98,6 @@ def _share_left(run: PlannedRun, sweep: Sweep) -> float:
 def _name(run: PlannedRun) -> str:
     """Return the name of a measurement."""
     return run.variant if run.environment is None else f"{run.variant} on {run.environment}"
-
-
-def _first(environments: Sequence[str | None]) -> str:
-    """Return the first names and the number of the others."""
-    more = f" and {len(environments) - NAMED} more" if len(environments) > NAMED else ""
-    return ", ".join(str(each) for each in environments[:NAMED]) + more
 
 
 def _measure(run: PlannedRun, environment: Mapping[str, str], progress: Progress) -> dict[str, Any] | None:

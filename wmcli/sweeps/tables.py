@@ -11,10 +11,10 @@ from typing import Any
 from wmcli.artifacts import Run
 from wmcli.artifacts.store import BINDING
 from wmcli.errors import ArtifactError, UsageError, WmError
-from wmcli.progress import Progress
+from wmcli.progress import Progress, some
 from wmcli.settings import flatten, resolve
 from wmcli.stages.evaluate import PROTOCOL
-from wmcli.stages.scores import NOT_LEARNING, NoEvaluationError, Score, first_of, read_scores
+from wmcli.stages.scores import NOT_LEARNING, NoEvaluationError, Score, read_scores
 from wmcli.sweeps.attempt import FAILED, read_record
 from wmcli.sweeps.plan import PlannedRun, Sweep
 
@@ -46,7 +46,7 @@ def begun_runs(sweep: Sweep, progress: Progress) -> dict[str, list[Path]]:
     if not folders:
         raise ArtifactError(f"no run of {sweep.file} has begun yet; see: wm sweep status {sweep.file}")
     if waiting:
-        progress.warn(f"not begun yet: {first_of(waiting)}")
+        progress.warn(f"not begun yet: {some(waiting)}")
     return folders
 
 
@@ -99,7 +99,7 @@ def sweep_scores(sweep: Sweep, protocol: str, progress: Progress) -> tuple[dict[
         what = "is evaluated yet" if protocol == PROTOCOL else f"has an evaluation of --protocol {protocol}"
         raise ArtifactError(f"no run of {sweep.file} {what}; see: wm sweep status {sweep.file}")
     if missing:
-        progress.warn(f"{len(missing)} runs have no evaluation of --protocol {protocol} yet: {first_of(missing)}")
+        progress.warn(f"{len(missing)} runs have no evaluation of --protocol {protocol} yet: {some(missing)}")
     left_out = {*missing, *others}
     return scores, [run.name for run in sweep.runs if run.name in left_out]
 
@@ -127,7 +127,7 @@ def _tell_others(sweep: Sweep, others: Mapping[str, Sequence[str]], progress: Pr
         return
     keys = dict.fromkeys(key for each in others.values() for key in each)
     line = (
-        f"left out, made with other settings than {sweep.file} has now: {first_of([*others])} ({first_of([*keys])}); to"
+        f"left out, made with other settings than {sweep.file} has now: {some([*others])} ({some([*keys])}); to"
         " keep both set another folder in the file; to make them again remove their folders, then: wm sweep"
         f" {shlex.quote(str(sweep.file))}"
     )

@@ -12,10 +12,10 @@ from pathlib import Path
 
 from wmcli import __version__
 from wmcli.errors import ArtifactError
-from wmcli.progress import Progress
+from wmcli.progress import Progress, some
 from wmcli.report.document import Document, Section
 from wmcli.report.html import write_html
-from wmcli.stages.report.blocks import count, some, task
+from wmcli.stages.report.blocks import count, task
 from wmcli.stages.report.curves import curves
 from wmcli.stages.report.headline import headline
 from wmcli.stages.report.planning import priors, search

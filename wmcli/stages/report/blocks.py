@@ -46,11 +46,6 @@ def count(number: float, unit: str) -> str:
     return f"{number:,g} {unit}" + ("" if number == 1 else "s")
 
 
-def some(names: Sequence[str], most: int = 3) -> str:
-    """Return the first names and the number of the others."""
-    return ", ".join(names[:most]) + (f" and {len(names) - most} more" if len(names) > most else "")
-
-
 def span(values: Sequence[float]) -> str:
     """Return one number, or `3 to 10`; whole numbers with all their digits."""
     low, high = (f"{each:,.0f}" if each == round(each) else f"{each:,.4g}" for each in (min(values), max(values)))

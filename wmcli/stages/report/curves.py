@@ -5,10 +5,11 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping, Sequence
 
 from wmcli.errors import UsageError
+from wmcli.progress import some
 from wmcli.report.document import Block, Fold, Row, Section, Text
 from wmcli.report.plots import compared_curves
 from wmcli.stages.evaluate import PROTOCOL
-from wmcli.stages.report.blocks import count, drawing, some, table, task
+from wmcli.stages.report.blocks import count, drawing, table, task
 from wmcli.stages.report.runs import ReportedRun
 from wmcli.stages.report.study import Study
 from wmcli.stages.score_pictures import Over, plot_lines

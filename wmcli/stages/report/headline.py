@@ -11,12 +11,12 @@ from wmcli.assemble import parameter_counts
 from wmcli.config import preset_header
 from wmcli.errors import UsageError, WmError
 from wmcli.metrics import atari
-from wmcli.progress import duration
+from wmcli.progress import duration, some
 from wmcli.report.document import Block, Facts, Fold, Section, Text, Tile, Tiles
 from wmcli.report.tables import short
 from wmcli.spaces import Spaces
 from wmcli.stages.protocols import PROTOCOLS
-from wmcli.stages.report.blocks import count, drawing, some, span, table, task
+from wmcli.stages.report.blocks import count, drawing, span, table, task
 from wmcli.stages.report.runs import ReportedRun
 from wmcli.stages.report.study import Study
 from wmcli.stages.scores import NORMALIZED, RETURN, differences, differences_of_models

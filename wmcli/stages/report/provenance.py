@@ -6,10 +6,10 @@ from collections.abc import Iterator, Mapping
 from typing import Any
 
 from wmcli.artifacts import Artifact, lineage
-from wmcli.progress import size
+from wmcli.progress import size, some
 from wmcli.report.document import Block, Drawing, Facts, Fold, Section, Text
 from wmcli.report.lineage_drawing import Node, draw_lineage
-from wmcli.stages.report.blocks import count, some, table
+from wmcli.stages.report.blocks import count, table
 from wmcli.stages.report.runs import ReportedRun
 from wmcli.stages.report.study import Study
 from wmcli.stages.variants import COST, variants_table

@@ -9,10 +9,11 @@ import numpy as np
 
 from wmcli.errors import UsageError
 from wmcli.metrics import statistics
+from wmcli.progress import some
 from wmcli.report.document import Block, Section, Text
 from wmcli.report.plots import improvement
 from wmcli.stages.pools import improvements, pool_variants, share_environments
-from wmcli.stages.report.blocks import drawing, some, table, task
+from wmcli.stages.report.blocks import drawing, table, task
 from wmcli.stages.report.study import Study
 from wmcli.stages.score_pictures import STATISTICS, plot_intervals, plot_profiles
 from wmcli.stages.variants import AGGREGATES, PROBABILITY, variants_table, with_interval

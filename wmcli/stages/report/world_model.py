@@ -13,10 +13,11 @@ from wmcli.artifacts import Artifact
 from wmcli.artifacts.manifest import IMAGINATION, film_of
 from wmcli.errors import WmError
 from wmcli.metrics import statistics
+from wmcli.progress import some
 from wmcli.reading import read_file
 from wmcli.report.document import Block, Fold, Picture, Row, Section, Text
 from wmcli.report.plots import compared_curves, error_curves
-from wmcli.stages.report.blocks import count, drawing, some, table, task
+from wmcli.stages.report.blocks import count, drawing, table, task
 from wmcli.stages.report.runs import ReportedRun
 from wmcli.stages.report.study import Study
 
