@@ -15,6 +15,7 @@ from wmcli.errors import UsageError
 from wmcli.report import images
 from wmcli.report.images import _BAR as BAR
 from wmcli.report.images import _GAP as GAP
+from wmcli.report.images import _ROW_GAP as ROW_GAP
 from wmcli.report.images import _SHARES as SHARES
 
 T, H, W = 5, 40, 48  # enlarged five times in an animation, three times in a strip
@@ -171,11 +172,11 @@ def test_strip_has_time_to_the_right_and_a_line_before_the_first_imagined_frame(
         {"real": real, "imagined": imagined}, steps=range(0, 7, 2), context=context
     )  # columns 0, 2 | 4, 6
     tile, margin = 3 * W, picture.shape[1] - 4 * (3 * W + GAP) + GAP
-    assert picture.shape[0] == BAR + 2 * 3 * H + GAP
+    assert picture.shape[0] == BAR + 2 * 3 * H + ROW_GAP
     for column, step in enumerate((0, 2, 4, 6)):
         left = margin + column * (tile + GAP)
         for row, source in enumerate((real, imagined)):
-            top = BAR + row * (3 * H + GAP)
+            top = BAR + row * (3 * H + ROW_GAP)
             np.testing.assert_array_equal(picture[top + 1 : top + 3 * H : 3, left + 1 : left + tile : 3], source[step])
     marked = np.flatnonzero((picture == images.MARKER).all(axis=(0, 2)))
     assert marked.tolist() == [margin + 2 * (tile + GAP) - 2, margin + 2 * (tile + GAP) - 1]
@@ -211,7 +212,7 @@ def test_phases_of_a_strip_are_named_over_their_columns():
         assert (name != images.BACKGROUND).any()
     # A phase goes on in the next row without a line before it.
     long = images.strip({"real": frames(6, 20)}, steps=range(20), phases=phases[:2])
-    half = len(long) // 2 + 2 * GAP
+    half = (len(long) + 3 * ROW_GAP) // 2
     assert (long[half + BAR : half + BAR + rule, -W:] == blue).all()
     assert not (long[half:] == blue).all(-1).all(0)[: margin + 1].any()
 
@@ -223,15 +224,15 @@ def test_a_long_strip_goes_on_below(side, columns):
     imagined = 255 - imagined
     picture = images.strip({"real": real, "imagined": imagined}, context=10)
     tile = images.upscale(real[:1], 128).shape[1]
-    block, margin = BAR + 2 * (tile + GAP) - GAP, picture.shape[1] - columns[0] * (tile + GAP) + GAP
-    assert picture.shape[1] <= 1600 and picture.shape[0] == 3 * (block + 4 * GAP) - 4 * GAP
+    block, margin = BAR + 2 * (tile + ROW_GAP) - ROW_GAP, picture.shape[1] - columns[0] * (tile + GAP) + GAP
+    assert picture.shape[1] <= 1600 and picture.shape[0] == 3 * (block + 3 * ROW_GAP) - 3 * ROW_GAP
     for step in range(26):
         left = margin + step % columns[0] * (tile + GAP)
         for row, source in enumerate((real, imagined)):
-            top = step // columns[0] * (block + 4 * GAP) + BAR + row * (tile + GAP)
+            top = step // columns[0] * (block + 3 * ROW_GAP) + BAR + row * (tile + ROW_GAP)
             assert (picture[top : top + tile, left : left + tile] == source[step, 0, 0]).all()
     marked = np.argwhere((picture == images.MARKER).all(axis=-1))
-    assert marked[:, 0].min() == block + 4 * GAP and marked[:, 0].max() == 2 * block + 4 * GAP - 1
+    assert marked[:, 0].min() == block + 3 * ROW_GAP and marked[:, 0].max() == 2 * block + 3 * ROW_GAP - 1
     assert set(marked[:, 1].tolist()) == {margin + tile, margin + tile + 1}
     assert (picture[-block:, margin + columns[2] * (tile + GAP) :] == images.BACKGROUND).all()
 
@@ -247,7 +248,7 @@ def test_long_names_of_rows_are_cut_in_the_middle_and_leave_room_for_frames():
     picture = images.strip({label: frames(1) for label in labels})
     tile = 3 * W + GAP
     assert picture.shape[1] == images._WIDEST_LABEL + T * tile - GAP and images.columns_that_fit(frames(1), labels) > T
-    one, other = (picture[BAR + row * (3 * H + GAP) :][: 3 * H, : images._WIDEST_LABEL] for row in (0, 1))
+    one, other = (picture[BAR + row * (3 * H + ROW_GAP) :][: 3 * H, : images._WIDEST_LABEL] for row in (0, 1))
     assert (one != other).any(), "the ends tell them apart"
     assert not (written(one) > images._WIDEST_LABEL - 2).any()
     assert images._shortened("short", 100) == "short"
@@ -289,13 +290,13 @@ def test_grid_wraps_and_shows_the_error_below():
     originals, decoded = frames(6), frames(7)
     picture = images.grid(originals, decoded, columns=3)  # 3 and 2 columns
     tile, margin = 3 * W, picture.shape[1] - 3 * (3 * W + GAP) + GAP
-    block = 3 * (3 * H + GAP) - GAP
-    assert picture.shape[0] == 2 * block + 4 * GAP
+    block = 3 * (3 * H + ROW_GAP) - ROW_GAP
+    assert picture.shape[0] == 2 * block + 3 * ROW_GAP
     rows = (originals, decoded, np.abs(originals.astype(int) - decoded.astype(int)))
     for index in range(T):
         left = margin + index % 3 * (tile + GAP)
         for row, source in enumerate(rows):
-            top = index // 3 * (block + 4 * GAP) + row * (3 * H + GAP)
+            top = index // 3 * (block + 3 * ROW_GAP) + row * (3 * H + ROW_GAP)
             np.testing.assert_array_equal(picture[top + 1 : top + 3 * H : 3, left + 1 : left + tile : 3], source[index])
     assert (picture[-block:, margin + 2 * (tile + GAP) :] == images.BACKGROUND).all()
 

@@ -32,7 +32,8 @@ _TILE = 128  # height of a picture in a strip or grid, about
 _FONT = 13
 _BAR = 20  # height of a line of text
 _RULE = 3  # height of the bar over a phase
-_GAP = 2  # between two panels
+_GAP = 2  # between two panels, and between two columns of a strip or grid
+_ROW_GAP = 8  # between two rows of a strip or grid, whose pictures may be dark
 _SHARES = 40  # height of a bar for a share of 1
 _WIDEST = 1600  # a longer strip continues in the next row
 _WIDEST_LABEL = 320  # of a row in a strip; a longer one is cut
@@ -288,7 +289,7 @@ def grid(
 
 def _stacked(blocks: Sequence[np.ndarray]) -> np.ndarray:
     """Stack pictures (H, W, 3), the first one the widest, with wider gaps than between rows within them."""
-    gap = 4 * _GAP
+    gap = 3 * _ROW_GAP
     height, width = blocks[0].shape[:2]
     picture = np.empty((len(blocks) * (height + gap) - gap, width, 3), dtype=np.uint8)
     picture[:] = BACKGROUND
@@ -325,10 +326,11 @@ def _table(rows: Sequence[np.ndarray], labels: Sequence[str]) -> tuple[np.ndarra
     tiles = [_tiles(row) for row in rows]
     count, height, width = tiles[0].shape[:3]
     margin = _margin(labels)
-    picture = np.empty((_BAR + len(rows) * (height + _GAP) - _GAP, margin + count * (width + _GAP) - _GAP, 3), np.uint8)
+    whole = _BAR + len(rows) * (height + _ROW_GAP) - _ROW_GAP, margin + count * (width + _GAP) - _GAP
+    picture = np.empty((*whole, 3), np.uint8)
     picture[:] = BACKGROUND
     for row, (frames, label) in enumerate(zip(tiles, labels, strict=True)):
-        top = _BAR + row * (height + _GAP)
+        top = _BAR + row * (height + _ROW_GAP)
         middle = top + (height - _BAR) // 2
         picture[middle : middle + _BAR, :margin] = _text(_shortened(label, _room(margin)), margin, TEXT)
         for column, frame in enumerate(frames):
