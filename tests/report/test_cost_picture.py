@@ -46,12 +46,17 @@ def test_bars_are_stacked_by_stage_with_the_quartiles_of_the_whole() -> None:
     assert bars == [[(0, 1), (0, 0)], [(1, 39), (0, 55)], [(40, 20), (55, 309)]]
     assert [container.get_label() for container in axes.containers] == list(STAGES)
     assert len({container[0].get_facecolor() for container in axes.containers}) == 3 <= len(COLORS)
-    (spread,) = axes.get_lines()
-    assert spread.get_xydata().tolist() == [[58, 0], [65, 0]]
+    (spread,) = axes.collections
+    assert [segment.tolist() for segment in spread.get_segments()] == [[[58, 0], [65, 0]]]
     assert {text.get_text(): text.xy for text in axes.texts} == {"61 s": (65, 0), "364 s": (364, 1)}
-    assert [text.get_text() for text in figure.legends[0].get_texts()] == list(STAGES)
+    assert [text.get_text() for text in figure.legends[0].get_texts()] == ["quartiles of the whole", *STAGES]
     figure.canvas.draw()
     assert all(text.get_window_extent().x1 <= axes.get_window_extent().x1 for text in axes.texts)
+
+
+def test_bars_without_quartiles_have_none_in_the_legend() -> None:
+    figure = epoch_bars(ROWS[4:], "variant", STAGES)
+    assert [text.get_text() for text in figure.legends[0].get_texts()] == ["train-dynamics", "imagine"]
 
 
 def test_nothing_to_draw_is_one_line() -> None:

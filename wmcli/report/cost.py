@@ -67,11 +67,12 @@ def epoch_bars(rows: Sequence[Row], column: str, stages: Sequence[str], *, title
             range(len(bars)), list(widths.values()), 0.6, list(ends.values()), color=color, label=stage, linewidth=0
         )
         ends = {name: ends[name] + width for name, width in widths.items()}
+    spreads = []
     for place, (name, bar) in enumerate(bars.items()):
         whole, edge = bar[EPOCH], ends[name]
         if whole.get("seconds_25") is not None:
             edge = max(edge, whole["seconds_75"])
-            axes.plot([whole["seconds_25"], whole["seconds_75"]], [place, place], color=INK, linewidth=1.2)
+            spreads.append((place, whole["seconds_25"], whole["seconds_75"]))
         axes.annotate(
             f"{short_number(whole['seconds'])} s",
             (edge, place),
@@ -81,6 +82,8 @@ def epoch_bars(rows: Sequence[Row], column: str, stages: Sequence[str], *, title
             fontsize=8,
             color=INK,
         )
+    if spreads:
+        axes.hlines(*zip(*spreads, strict=True), color=INK, linewidth=1.2, label="quartiles of the whole")
     axes.margins(x=0.16)
     axes.set_xlim(left=0)
     axes.set_xlabel("seconds of an epoch", fontsize=9, color=INK)
