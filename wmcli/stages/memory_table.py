@@ -188,7 +188,8 @@ def model_names(evaluations: Sequence[Artifact]) -> list[str]:
 def plot_curves(evaluations: Sequence[Artifact]) -> Figure:
     """Plot error curves of `generation` or `recall`, a line for each model.
 
-    The shade is one standard deviation over runs, or the 95 % interval over episodes of a single run.
+    The shade reaches from the lowest to the highest run, which a logarithmic axis shows where a deviation would reach
+    below zero. That of a single run is its 95 % interval over episodes.
 
     Raises:
         UsageError: The evaluations are not of one task.
@@ -203,7 +204,7 @@ def plot_curves(evaluations: Sequence[Artifact]) -> Figure:
     lines = {}
     for row in rows:
         label = f"{row.model}, {_format_note(row.note)}" if row.note else row.model
-        label += f" ({len(row.metrics)} runs, ± SD)" if len(row.metrics) > 1 else " (95 % interval)"
+        label += f" ({len(row.metrics)} runs, lowest to highest)" if len(row.metrics) > 1 else " (95 % interval)"
         curves = [curve(metrics) for metrics in row.metrics]
         lines[label] = (curves[0][0], _over_runs(np.array([band for _, band in curves], float)))
     return _plot(measure, lines, tasks.pop())
@@ -226,8 +227,8 @@ def _over_runs(bands: np.ndarray) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
     """Return value, low and high of a line from those of its runs (runs, 3, K)."""
     if len(bands) == 1:
         return tuple(bands[0])
-    mean, off = bands[:, 0].mean(0), bands[:, 0].std(0, ddof=1)
-    return mean, mean - off, mean + off
+    values = bands[:, 0]
+    return values.mean(0), values.min(0), values.max(0)
 
 
 # -- rows -------------------------------------------------------------------------------------------------------------
