@@ -681,7 +681,7 @@ def drawn_strip(
     stage.draw_strips(measure, [stage.evaluate_memory(opened(run), measure) for run in runs], file)
     (one,) = drawn
     with Image.open(file) as picture:
-        assert picture.width <= 1600 and picture.height == 20 + 3 + 20 + len(one[0]) * (tile_of(one[0]) + 2) - 2
+        assert picture.width <= 1600 and picture.height == 20 + 3 + 20 + len(one[0]) * (tile_of(one[0]) + 8) - 8
     return one
 
 
@@ -714,7 +714,7 @@ def test_strips_of_several_models_stand_below_the_truth(memory_run: Path, tmp_pa
     margin = pixels.shape[1] - len(steps) * (120 + 2) + 2
     for row, frames in enumerate(rows.values()):
         for column, step in enumerate(steps):
-            top, left = 43 + row * 122, margin + column * 122
+            top, left = 43 + row * 128, margin + column * 122
             assert np.array_equal(pixels[top : top + 120 : 3, left : left + 120 : 3], frames[step])
 
 
