@@ -49,7 +49,7 @@ def test_bars_are_stacked_by_stage_with_the_quartiles_of_the_whole() -> None:
     (spread,) = axes.collections
     assert [segment.tolist() for segment in spread.get_segments()] == [[[58, 0], [65, 0]]]
     assert {text.get_text(): text.xy for text in axes.texts} == {"61 s": (65, 0), "364 s": (364, 1)}
-    assert [text.get_text() for text in figure.legends[0].get_texts()] == ["quartiles of the whole", *STAGES]
+    assert [text.get_text() for text in figure.legends[0].get_texts()] == ["quartiles of an epoch", *STAGES]
     figure.canvas.draw()
     assert all(text.get_window_extent().x1 <= axes.get_window_extent().x1 for text in axes.texts)
 

@@ -32,6 +32,10 @@ from wmcli.experience.load import HELD_OUT, SEGMENT
 from wmcli.memory import Memory
 from wmcli.metrics import memory_tasks as metrics
 from wmcli.metrics.statistics import bootstrap_share
+from wmcli.report.images import _BAR as BAR
+from wmcli.report.images import _GAP as GAP
+from wmcli.report.images import _ROW_GAP as ROW_GAP
+from wmcli.report.images import _RULE as RULE
 from wmcli.report.images import Phase
 from wmcli.settings import resolve
 from wmcli.stages import memory_strips as stage_strips
@@ -666,6 +670,9 @@ def test_films_and_curves_are_written(memory_run: Path, tmp_path: Path) -> None:
 # -- the numbers ------------------------------------------------------------------------------------------------------
 
 
+HEADINGS = BAR + RULE + BAR  # of a strip: the phases, the bars below their names, the time steps
+
+
 def drawn_strip(
     measure: str, runs: list[Path], file: Path, monkeypatch: pytest.MonkeyPatch
 ) -> tuple[dict[str, np.ndarray], list[int], list[Phase]]:
@@ -680,8 +687,9 @@ def drawn_strip(
     monkeypatch.setattr(stage, "strip", watched)
     stage.draw_strips(measure, [stage.evaluate_memory(opened(run), measure) for run in runs], file)
     (one,) = drawn
+    height = HEADINGS + len(one[0]) * (tile_of(one[0]) + ROW_GAP) - ROW_GAP
     with Image.open(file) as picture:
-        assert picture.width <= 1600 and picture.height == 20 + 3 + 20 + len(one[0]) * (tile_of(one[0]) + 8) - 8
+        assert picture.width <= 1600 and picture.height == height
     return one
 
 
@@ -711,10 +719,10 @@ def test_strips_of_several_models_stand_below_the_truth(memory_run: Path, tmp_pa
     assert steps[1:3] == [task.context - 1, task.context] and steps[-1] == len(truth) - 1
     with Image.open(tmp_path / "all.png") as picture:
         pixels = np.asarray(picture)
-    margin = pixels.shape[1] - len(steps) * (120 + 2) + 2
+    margin = pixels.shape[1] - len(steps) * (120 + GAP) + GAP
     for row, frames in enumerate(rows.values()):
         for column, step in enumerate(steps):
-            top, left = 43 + row * 128, margin + column * 122
+            top, left = HEADINGS + row * (120 + ROW_GAP), margin + column * (120 + GAP)
             assert np.array_equal(pixels[top : top + 120 : 3, left : left + 120 : 3], frames[step])
 
 

@@ -83,7 +83,7 @@ def epoch_bars(rows: Sequence[Row], column: str, stages: Sequence[str], *, title
             color=INK,
         )
     if spreads:
-        axes.hlines(*zip(*spreads, strict=True), color=INK, linewidth=1.2, label="quartiles of the whole")
+        axes.hlines(*zip(*spreads, strict=True), color=INK, linewidth=1.2, label="quartiles of an epoch")
     axes.margins(x=0.16)
     axes.set_xlim(left=0)
     axes.set_xlabel("seconds of an epoch", fontsize=9, color=INK)
